@@ -1,0 +1,62 @@
+"""Which attention kernel for which length: measured once per shape when a model is loaded, then written into the layout of each batch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sie_adapter.attention import FAR, Kernel
+from sie_adapter.packing import Int64, Packed
+
+_LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # one measurement stands for all lengths up to it and above the one before
+_TOKENS = 64  # short sequences come in groups, long ones alone
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The kernel of each length bucket; one kernel for the whole batch where `whole` is set."""
+
+    by_length: tuple[Kernel, ...] = (Kernel.SDPA,) * len(_LENGTHS)
+    whole: Kernel | None = None
+
+    def layout(self, packed: Packed) -> Int64:
+        """The layout that the attention op reads, [groups, 4]: first token, sequences, (longest) length, kernel."""
+        if self.whole is not None:
+            return np.array([[0, len(packed.order), packed.groups[-1, 2], self.whole]], np.int64)
+        buckets = np.minimum(np.searchsorted(_LENGTHS, packed.groups[:, 2]), len(_LENGTHS) - 1)
+        return np.column_stack([packed.groups, np.asarray(self.by_length, np.int64)[buckets]])
+
+
+def uniform(kernel: Kernel) -> KernelTable:
+    """A table that always says `kernel`."""
+    return KernelTable((kernel,) * len(_LENGTHS), kernel if kernel >= Kernel.VARLEN else None)
+
+
+def measure(heads: int, key_heads: int, width: int, dtype: torch.dtype) -> KernelTable:
+    """Time the grouped kernels of a CPU on this shape. Takes about 0.1 s; the choice changes speed and rounding, nothing else."""
+    candidates = [Kernel.SDPA, Kernel.BLOCKS] if dtype is torch.float32 else [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS]
+    best = []
+    for limit in _LENGTHS:
+        # 7/8 of the bucket's limit: real lengths are rarely multiples of a vector, and some kernels are only fast there
+        times = {kernel: _time(kernel, limit * 7 // 8, heads, key_heads, width, dtype) for kernel in candidates}
+        best.append(min(candidates, key=times.__getitem__))
+    return KernelTable(tuple(best))
+
+
+def _time(kernel: Kernel, length: int, heads: int, key_heads: int, width: int, dtype: torch.dtype) -> float:
+    sequences = max(1, _TOKENS // length)
+    tokens = sequences * length
+    query = torch.randn(tokens, heads, width, dtype=torch.float32).to(dtype)
+    key = torch.randn(tokens, key_heads, width, dtype=torch.float32).to(dtype)
+    bounds = torch.arange(0, tokens + 1, length, dtype=torch.int32)
+    layout = torch.tensor([[0, sequences, length, kernel]])
+    times = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        torch.ops.sie.packed_attention(query, key, key, bounds, layout, width**-0.5, FAR, FAR)
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,90 @@
+"""The engine of one process, wired: device, loader, residency, lanes. No sockets: the server and the benchmark both drive it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from sie_adapter import device as devices
+from sie_adapter.batch import BatchRun
+from sie_adapter.failure import is_device_fatal
+from sie_adapter.lanes import Lanes
+from sie_adapter.loading import Loader
+from sie_adapter.residency import Residency
+from sie_adapter.weights import WeightSources
+from sie_contracts import ipc
+from sie_contracts.errors import InternalFailure, SIEError
+from sie_contracts.ipc import Refused, Reply, RunBatch
+from sie_contracts.settings import Settings
+
+_logger = logging.getLogger("sie.adapter")
+DEVICE_LOST_STATUS = 70
+
+
+def _end_process() -> None:
+    os._exit(DEVICE_LOST_STATUS)
+
+
+class Engine:
+    """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is absent.
+
+    `on_device_lost` is called from a lane when the device context died; by default it ends the process, so that the supervisor restarts it.
+    """
+
+    def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
+        self.device = devices.resolve_device(settings.device)
+        self._on_device_lost = on_device_lost
+        self.loader = Loader(self.device, WeightSources(settings.cache_folder, settings.hf_fallback), settings)
+        self.residency = Residency(
+            self.loader.load,
+            functools.partial(devices.memory, self.device),
+            functools.partial(devices.give_memory_back, self.device),
+            settings.memory_pressure_threshold_percent,
+        )
+        # a second stream of kernels on one GPU only adds contention; on a CPU a lane per core beats one pass on all cores (bench/engine.py)
+        self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
+
+    def execute(self, message: RunBatch) -> Reply:
+        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
+        try:
+            with self.residency.use(message.model) as resident:
+                pooling = resident.resolved.run.pooling or resident.weights.stored_pooling
+                return BatchRun(resident.weights, self.device, message, pooling).run()
+        except SIEError as error:
+            return Refused(error.info(), message.batch)
+        except Exception as error:
+            if is_device_fatal(error):
+                _logger.critical("the device is lost, ending: %s", error)
+                self._on_device_lost()
+            _logger.exception("a batch of %s failed", message.model)
+            return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
+
+    def describe(self) -> ipc.Description:
+        """What this process is and holds."""
+        memory = devices.memory(self.device)
+        return ipc.Description(
+            protocol=ipc.PROTOCOL,
+            pid=os.getpid(),
+            device=str(self.device),
+            version=importlib.metadata.version("sie-cluster"),
+            lanes=len(self.lanes),
+            gpu=devices.label(self.device),
+            memory_used_bytes=memory.used_bytes,
+            memory_total_bytes=memory.total_bytes,
+            models=self.residency.describe(),
+        )
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
+        return self.lanes.stop(timeout_s)
+
+
+def prepare_torch() -> None:
+    """Settle what torch keeps per process: one thread per operation, since lanes are the parallelism."""
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)

@@ -1,0 +1,99 @@
+"""Inference threads. A lane takes one job at a time and answers it itself, so nothing stands between the device and the socket.
+
+    submit(Job) ──► queue ──► lane: started, run, answer
+
+The queue holds at most one job per connection, which is what bounds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sie_contracts.errors import ShuttingDown
+from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
+
+_logger = logging.getLogger("sie.adapter")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch and where its answers go. `finished` is set after the last one."""
+
+    message: RunBatch
+    answer: Callable[[Reply], None]
+    finished: threading.Event = field(default_factory=threading.Event)
+
+
+class Lanes:
+    """`count` threads that run `execute`, which answers a batch and does not raise. Owns them until `stop`."""
+
+    def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
+        self._execute = execute
+        self._torch_threads = torch_threads
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._busy_since = [0.0] * count
+        self._batches = [0] * count
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(lane,), name=f"lane-{lane}", daemon=True) for lane in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; a lane answers it, with ShuttingDown once `stop` was called."""
+        self._jobs.put(job)
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no lane has taken yet."""
+        return self._jobs.qsize()
+
+    @property
+    def batches(self) -> int:
+        """Batches answered so far."""
+        return sum(self._batches)
+
+    def busy_s(self) -> float:
+        """Age of the oldest batch that runs now, 0 when idle. Never waits."""
+        since = [start for start in self._busy_since if start]
+        return time.monotonic() - min(since) if since else 0.0
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what runs, refuse what waits. Returns whether all lanes ended in time."""
+        self._stopping.set()
+        for _ in self._threads:
+            self._jobs.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, lane: int) -> None:
+        torch.set_num_threads(self._torch_threads)
+        with torch.inference_mode():
+            while (job := self._jobs.get()) is not None:
+                self._serve(lane, job)
+
+    def _serve(self, lane: int, job: Job) -> None:
+        try:
+            if self._stopping.is_set():
+                job.answer(Refused(ShuttingDown("the adapter is stopping").info(), job.message.batch))
+                return
+            self._busy_since[lane] = time.monotonic()
+            job.answer(BatchStarted(job.message.batch))
+            answer = self._execute(job.message)
+            self._busy_since[lane] = 0.0
+            self._batches[lane] += 1
+            job.answer(answer)
+        finally:
+            self._busy_since[lane] = 0.0
+            job.finished.set()

@@ -1,0 +1,77 @@
+"""Linear layers of a CPU with weights in the blocked order of oneDNN.
+
+Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on every call. oneDNN with
+a weight reordered once gave 2.3 times the float32 rate and, on short texts, 1.5 times the bfloat16 rate (AMD EPYC with AVX512-BF16, one
+thread, torch 2.13, bench/engine.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+_ROWS = 64
+_ROUNDS = 5
+_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class BlockedLinear(nn.Module):
+    """An nn.Linear for inference on a CPU: [.., in] -> [.., out]. Owns its weight; the one of `source` may be freed."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.bias = source.bias
+        # not a parameter: moving, casting or saving a blocked weight has no meaning
+        self._blocked = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach())
+        self.nbytes = source.weight.nbytes
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The product, in the precision of the weight."""
+        return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
+
+
+def block_linears(model: nn.Module) -> int:
+    """Replace the linear layers of `model` where that is faster on this CPU and as exact. Returns how many were replaced.
+
+    To be called without other references to the layers: one that is tied to an embedding is left alone.
+    """
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and id(child.weight) not in tied
+    ]
+    gains = {shape: _gains(child) for _, _, child in found for shape in [child.weight.shape]}
+    replaced = 0
+    for parent, name, child in found:
+        if gains[child.weight.shape]:
+            setattr(parent, name, BlockedLinear(child))
+            replaced += 1
+    return replaced
+
+
+def _gains(layer: nn.Linear) -> bool:
+    if layer.weight.dtype not in _RELATIVE_ERROR or not torch.backends.mkldnn.is_available():
+        return False
+    states = torch.randn(_ROWS, layer.in_features, dtype=torch.float32).to(layer.weight.dtype)
+    try:
+        blocked = BlockedLinear(layer)
+        expected, got = layer(states).float(), blocked(states).float()
+    except (RuntimeError, AttributeError, TypeError):  # operators that torch does not promise: without them the stock layer serves
+        return False
+    error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    return bool(error <= _RELATIVE_ERROR[layer.weight.dtype]) and _time(blocked, states) < _time(layer, states)
+
+
+def _time(layer: Callable[[Tensor], Tensor], states: Tensor) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        layer(states)
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,105 @@
+"""From the bytes of a batch to what a packed forward pass reads.
+
+    lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► Packed (sequences by length, no padding, positions, bounds)
+
+Sequences are ordered by length so that those of equal length lie side by side: a group of them is one view, without a copy. Pure numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class MalformedBatch(Exception):
+    """The lengths and the ids of a batch do not belong together."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths]."""
+
+    lengths: Int64
+    ids: Int32
+
+    @cached_property
+    def starts(self) -> Int64:
+        """First token of each item, [items]."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def extremes(self, default: int = 0) -> tuple[Int64, Int64]:
+        """Smallest and largest id of each item, [items]; `default` for an item without tokens."""
+        low, high = np.full(len(self.lengths), default, np.int64), np.full(len(self.lengths), default, np.int64)
+        filled = self.lengths > 0
+        if filled.any():
+            starts = self.starts[filled]
+            low[filled], high[filled] = np.minimum.reduceat(self.ids, starts), np.maximum.reduceat(self.ids, starts)
+        return low, high
+
+
+def items(lengths: bytes, ids: bytes) -> Items:
+    """Decode a batch. Raises MalformedBatch."""
+    if len(lengths) % 4 or len(ids) % 4:
+        raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
+    counts = np.frombuffer(lengths, "<i4").astype(np.int64)
+    if counts.size and counts.min() < 0:
+        raise MalformedBatch("a length is negative")
+    if int(counts.sum()) * 4 != len(ids):
+        raise MalformedBatch(f"lengths add up to {int(counts.sum())} tokens, {len(ids) // 4} ids came")
+    return Items(counts, np.frombuffer(ids, "<i4"))
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How an architecture numbers positions: from `first`; RoBERTa kinds give an id equal to `pad` the position `first - 1`.
+
+    Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
+    """
+
+    first: int = 0
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from."""
+
+    ids: Int64  # [tokens]
+    positions: Int64  # [tokens]
+    bounds: Int32  # [sequences + 1], first token of each sequence, then the end
+    groups: Int64  # [groups, 3]: first token, sequences, length
+    order: Int64  # [sequences]
+
+    @property
+    def lengths(self) -> Int64:
+        return np.diff(self.bounds).astype(np.int64)
+
+
+def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
+    """Lay out the `chosen` items (indices into the batch, each of at least one token)."""
+    order = chosen[np.argsort(batch.lengths[chosen], kind="stable")]
+    lengths = batch.lengths[order]
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    tokens = np.arange(int(ends[-1]) if len(ends) else 0)
+    within = tokens - np.repeat(starts, lengths)
+    ids = batch.ids[np.repeat(batch.starts[order], lengths) + within].astype(np.int64)
+    firsts = np.flatnonzero(np.diff(lengths, prepend=-1))
+    groups = np.stack([starts[firsts], np.diff(firsts, append=len(lengths)), lengths[firsts]], axis=1)
+    positions = within + numbering.first
+    if numbering.pad is not None and (ids == numbering.pad).any():
+        positions = _positions_around_pads(ids, numbering, starts, lengths)
+    return Packed(ids, positions, np.concatenate([[0], ends]).astype(np.int32), groups, order)
+
+
+def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:
+    real = (ids != numbering.pad).astype(np.int64)
+    counted = np.cumsum(real)
+    before = np.repeat(counted[starts] - real[starts], lengths)
+    return np.where(real, counted - before, 0) + numbering.first - 1

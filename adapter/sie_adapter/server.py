@@ -1,0 +1,161 @@
+"""The Unix socket of the adapter: one thread per connection, one request at a time on each.
+
+    accept ──► peer's uid ──► frame ──► RunBatch ──► lane, which answers on the connection itself
+                                   └──► anything else ──► answered here, so a ping never waits for a load or a batch
+
+Every request gets exactly one terminal reply. A malformed frame ends its connection, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from sie_adapter.engine import Engine
+from sie_adapter.lanes import Job
+from sie_contracts import ipc
+from sie_contracts.catalogue import parse_entry
+from sie_contracts.errors import InternalFailure, SIEError
+from sie_contracts.ipc import FrameError, Refused, Reply, Request
+
+_logger = logging.getLogger("sie.adapter")
+
+MAX_REQUEST_BYTES = 64 << 20  # 16 million token ids
+MAX_CONNECTIONS = 256
+SEND_TIMEOUT_S = 30.0
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Server:
+    """Serves `engine` on `listener`. Owns the connections, not the listener."""
+
+    def __init__(self, listener: socket.socket, engine: Engine, drain: Callable[[], None]) -> None:
+        """`drain` is called when a sidecar asks the process to end."""
+        self._listener = listener
+        self._engine = engine
+        self._drain = drain
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+
+    def serve(self, wake: socket.socket) -> None:
+        """Accept connections until `wake` is readable."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(wake, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if wake in ready:
+                    return
+                self._accept()
+
+    def close(self) -> None:
+        """End all connections: what waits for a frame returns at once."""
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the peer was faster
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            _logger.warning("accepting a connection failed: %s", error)
+            return
+        with self._lock:
+            is_full = len(self._connections) >= MAX_CONNECTIONS
+        if is_full or not _is_trusted(connection):
+            _logger.warning("refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "its user is another one")
+            connection.close()
+            return
+        with self._lock:
+            self._connections.add(connection)
+        threading.Thread(target=self._attend, args=(connection,), name="connection", daemon=True).start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        try:
+            while True:
+                request = ipc.request(bytes(ipc.receive_frame(connection, MAX_REQUEST_BYTES)))
+                if isinstance(request, ipc.RunBatch):
+                    self._run_batch(connection, request)
+                else:
+                    _send(connection, self._answer(request))
+        except EOFError:
+            pass
+        except FrameError as error:
+            # the text of a decoding error names a path in the message, never its contents
+            _logger.warning("closed a connection: %s", error)
+        except OSError as error:
+            _logger.info("a connection broke: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _run_batch(self, connection: socket.socket, request: ipc.RunBatch) -> None:
+        broken: list[OSError] = []
+
+        def answer(reply: Reply) -> None:
+            if broken:
+                return
+            try:
+                _send(connection, reply)
+            except OSError as error:
+                broken.append(error)
+
+        job = Job(request, answer)
+        self._engine.lanes.submit(job)
+        job.finished.wait()
+        if broken:
+            raise broken[0]
+        self._engine.residency.relieve()
+
+    def _answer(self, request: Request) -> Reply:
+        try:
+            return self._answer_or_raise(request)
+        except SIEError as error:
+            return Refused(error.info())
+        except Exception:
+            _logger.exception("%s failed", type(request).__name__)
+            return Refused(InternalFailure(f"{type(request).__name__} failed, see the log of the adapter").info())
+
+    def _answer_or_raise(self, request: Request) -> Reply:
+        lanes, residency = self._engine.lanes, self._engine.residency
+        match request:
+            case ipc.Ping():
+                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches)
+            case ipc.Describe():
+                return self._engine.describe()
+            case ipc.EnsureReady():
+                resident, evicted = residency.ensure(request.model, parse_entry(request.entry), request.profile, request.evictable)
+                weights = resident.weights
+                loaded = resident.describe(time.monotonic())
+                return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, round(resident.load_s, 3), evicted)
+            case ipc.Release():
+                residency.release(request.model)
+            case ipc.ApplyConfig():
+                residency.change(request.model, parse_entry(request.entry) if request.entry is not None else None)
+            case ipc.Drain():
+                self._drain()
+        return ipc.Done()
+
+
+def _send(connection: socket.socket, reply: Reply) -> None:
+    connection.settimeout(SEND_TIMEOUT_S)
+    connection.sendall(ipc.frame(reply))
+
+
+def _is_trusted(connection: socket.socket) -> bool:
+    """Whether the peer is this user or root. Systems that cannot say rely on the mode of the socket file."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return uid in (0, os.getuid())

@@ -1,0 +1,3 @@
+from sie_cli.main import main
+
+main()

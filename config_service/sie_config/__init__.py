@@ -1,0 +1,1 @@
+"""The catalogue's only writer: keeps it in the broker's key-value store, exports it, broadcasts each change."""

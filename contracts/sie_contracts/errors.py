@@ -1,0 +1,207 @@
+"""The one error tree. HTTP bodies, SDK exceptions, metric labels and the documentation table are made from it.
+
+SIEError
+├── InvalidInput             400  INVALID_INPUT            the request can never succeed as written
+├── Unauthenticated          401  UNAUTHENTICATED
+├── PermissionDenied         403  PERMISSION_DENIED
+├── ModelNotFound            404  MODEL_NOT_FOUND
+├── PoolNotFound             404  POOL_NOT_FOUND
+├── NotFound                 404  NOT_FOUND
+├── MethodNotAllowed         405  METHOD_NOT_ALLOWED
+├── BundleConflict           409  BUNDLE_CONFLICT
+├── ContentConflict          409  CONTENT_CONFLICT
+├── PayloadTooLarge          413  PAYLOAD_TOO_LARGE
+├── ValidationFailed         422  VALIDATION_ERROR
+├── InferenceFailed          500  INFERENCE_ERROR
+├── InternalFailure          500  INTERNAL_ERROR
+├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
+├── ModelLoadFailed          502  MODEL_LOAD_FAILED        never with Retry-After
+├── ModelLoading             503  MODEL_LOADING            retryable from here on
+├── ResourceExhausted        503  RESOURCE_EXHAUSTED
+├── QueueFull                503  QUEUE_FULL
+├── QueueUnavailable         503  QUEUE_UNAVAILABLE
+├── NotReady                 503  NOT_READY
+├── ShuttingDown             503  SHUTTING_DOWN
+└── GatewayTimeout           504  GATEWAY_TIMEOUT
+
+Messages name the offending path with the got and the expected value. They never hold input text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error on the wire, inside the cluster. `extras` are further members of the HTTP body."""
+
+    code: str
+    message: str
+    reason: str = ""
+    param: str = ""
+    retry_after_s: int = 0
+    extras: dict[str, Any] = {}
+
+
+_BY_CODE: dict[str, type[SIEError]] = {}
+
+
+class SIEError(Exception):
+    """Base of all errors that a client may see. `reason` refines the code, `param` is the path of the offending field."""
+
+    code: ClassVar[str] = "INTERNAL_ERROR"
+    status: int = 500
+    retryable: bool = False
+    retry_after_s: int = 0
+
+    def __init__(
+        self, message: str, *, reason: str = "", param: str = "", retry_after_s: int | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.param = param
+        self.extras = extras or {}
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+    def __init_subclass__(cls) -> None:
+        _BY_CODE[cls.code] = cls
+
+    def info(self) -> ErrorInfo:
+        """The wire form."""
+        return ErrorInfo(self.code, self.message, self.reason, self.param, self.retry_after_s, self.extras)
+
+    @staticmethod
+    def from_info(info: ErrorInfo) -> SIEError:
+        """The error that `info` describes; an unknown code, of a newer sender, becomes INTERNAL_ERROR with the code in the text."""
+        cls = _BY_CODE.get(info.code)
+        if cls is None:
+            return InternalFailure(f"{info.code}: {info.message}", reason=info.reason, param=info.param, extras=info.extras)
+        retry_after_s = info.retry_after_s or cls.retry_after_s
+        return cls(info.message, reason=info.reason, param=info.param, retry_after_s=retry_after_s, extras=info.extras)
+
+
+class InvalidInput(SIEError):
+    code, status = "INVALID_INPUT", 400
+
+
+class Unauthenticated(SIEError):
+    code, status = "UNAUTHENTICATED", 401
+
+
+class PermissionDenied(SIEError):
+    code, status = "PERMISSION_DENIED", 403
+
+
+class ModelNotFound(SIEError):
+    code, status = "MODEL_NOT_FOUND", 404
+
+
+class PoolNotFound(SIEError):
+    code, status = "POOL_NOT_FOUND", 404
+
+
+class NotFound(SIEError):
+    code, status = "NOT_FOUND", 404
+
+
+class MethodNotAllowed(SIEError):
+    code, status = "METHOD_NOT_ALLOWED", 405
+
+
+class BundleConflict(SIEError):
+    code, status = "BUNDLE_CONFLICT", 409
+
+
+class ContentConflict(SIEError):
+    code, status = "CONTENT_CONFLICT", 409
+
+
+class PayloadTooLarge(SIEError):
+    code, status = "PAYLOAD_TOO_LARGE", 413
+
+
+class ValidationFailed(SIEError):
+    code, status = "VALIDATION_ERROR", 422
+
+
+class InferenceFailed(SIEError):
+    code, status = "INFERENCE_ERROR", 500
+
+
+class InternalFailure(SIEError):
+    code, status = "INTERNAL_ERROR", 500
+
+
+class AllItemsFailed(SIEError):
+    """Every input failed, with different codes: 503 if any may be retried, else 500 if any is 5xx, else 400."""
+
+    code, status = "ALL_ITEMS_FAILED", 500
+
+    def __init__(self, message: str, *, failures: list[SIEError], **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        if any(failure.retryable for failure in failures):
+            self.status, self.retryable, self.retry_after_s = 503, True, 5
+        elif not any(failure.status >= 500 for failure in failures):
+            self.status = 400
+
+
+class ModelLoadFailed(SIEError):
+    code, status = "MODEL_LOAD_FAILED", 502
+
+
+class ModelLoading(SIEError):
+    code, status, retryable, retry_after_s = "MODEL_LOADING", 503, True, 5
+
+
+class ResourceExhausted(SIEError):
+    code, status, retryable, retry_after_s = "RESOURCE_EXHAUSTED", 503, True, 5
+
+
+class QueueFull(SIEError):
+    code, status, retryable, retry_after_s = "QUEUE_FULL", 503, True, 1
+
+
+class QueueUnavailable(SIEError):
+    code, status, retryable, retry_after_s = "QUEUE_UNAVAILABLE", 503, True, 2
+
+
+class NotReady(SIEError):
+    code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
+
+
+class ShuttingDown(SIEError):
+    code, status, retryable, retry_after_s = "SHUTTING_DOWN", 503, True, 1
+
+
+class GatewayTimeout(SIEError):
+    code, status, retryable, retry_after_s = "GATEWAY_TIMEOUT", 504, True, 5
+
+
+def catalogue() -> list[type[SIEError]]:
+    """All leaves of the tree, in the order of the drawing."""
+    return list(_BY_CODE.values())
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TEI_TYPES = {413: "validation", 422: "validation", 429: "overloaded", 503: "overloaded"}
+
+
+def envelope(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The HTTP body of `error`: one shape that the readers of every client family find their fields in."""
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    inner: dict[str, Any] = {
+        "code": error.code, "message": error.message, "type": kind, "param": error.param or None,
+        "retryable": error.retryable, "request_id": request_id, **error.extras,
+    }
+    if error.reason:
+        inner["reason"] = error.reason
+    tei = _TEI_TYPES.get(error.status, "backend" if error.status >= 500 else "validation")
+    top = {"code": error.code, "message": error.message, "error_type": tei, "id": request_id}
+    body: dict[str, Any] = {"error": inner, "detail": inner, **top}
+    if errors is not None:
+        body["errors"] = errors
+    return body

@@ -1,0 +1,252 @@
+"""Sidecar to adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
+
+A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the device takes the
+batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady`, which lasts as long as the load. The control connection carries
+the short questions, one question and one answer at a time, so that a health check never queues behind a large frame or a load.
+
+Token ids and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import Outcome
+
+MAX_FRAME_BYTES = 1 << 30
+FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
+PROTOCOL = 1
+
+_HEADER = struct.Struct(">I")
+
+
+class FrameError(Exception):
+    """The peer closed inside a frame, stalled in one, or sent what is not a message of this protocol."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Alive? Answered by Pong from the adapter's own account of its inference threads."""
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What does the adapter hold? Answered by Description."""
+
+
+class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Load this model unless it is loaded. Answered by Ready, or Refused with MODEL_LOAD_FAILED. Runs beside inference.
+
+    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `evictable` are the models that may be
+    unloaded to make room: those with nothing running and nothing pulled.
+    """
+
+    model: str
+    entry: dict[str, Any]
+    profile: str = "default"
+    evictable: tuple[str, ...] = ()
+
+
+class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Unload. Answered by Done, also when it was not loaded."""
+
+    model: str
+
+
+class EpilogueGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Output options of the items `start` to `stop` of a batch. They never split a batch."""
+
+    start: int
+    stop: int
+    outputs: tuple[str, ...] = ("dense",)
+    normalize: bool = True
+    dimensions: int = 0
+
+
+class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """One forward pass. `lengths`: int32 [items], `ids`: int32 [sum of lengths], in item order.
+
+    `pooling` empty means the model's own. Two items share a batch only if model, revision, operation, pooling and LoRA are equal.
+    """
+
+    batch: str
+    model: str
+    operation: Literal["encode", "score", "extract"]
+    lengths: bytes
+    ids: bytes
+    epilogues: tuple[EpilogueGroup, ...]
+    pooling: str = ""
+    lora: str = ""
+    traceparent: str = ""
+
+
+class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The catalogue entry of a model changed, or it was removed (`entry` None). Answered by Done once the adapter serves the new one."""
+
+    model: str
+    entry: dict[str, Any] | None = None
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Finish what runs and then exit with status 0. Answered by Done at once."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here."""
+
+    pid: int
+    busy_s: float = 0.0
+    batches: int = 0
+
+
+class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A resident model, as resolved on this device. `idle_s` since its last use."""
+
+    model: str
+    revision: str
+    fingerprint: str
+    precision: str
+    attention: str
+    memory_bytes: int = 0
+    idle_s: float = 0.0
+
+
+class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    protocol: int
+    pid: int
+    device: str
+    version: str
+    lanes: int = 1
+    gpu: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    models: tuple[LoadedModel, ...] = ()
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no weights folder.
+
+    `max_tokens` includes special tokens. `evicted` names what was unloaded to make room.
+    """
+
+    loaded: LoadedModel
+    tokenizer: bytes
+    max_tokens: int
+    load_s: float = 0.0
+    evicted: tuple[str, ...] = ()
+
+
+class BatchStarted(msgspec.Struct, frozen=True, tag=True):
+    """The device has this batch now: if the adapter dies, these items are the suspects."""
+
+    batch: str
+
+
+class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """One outcome per item, in order; slices point into `block`, and those of consecutive items are consecutive.
+
+    `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host.
+    """
+
+    batch: str
+    outcomes: tuple[Outcome, ...]
+    block: bytes
+    inference_ms: float
+    postprocess_ms: float = 0.0
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is so."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The whole request failed. `batch` is set when a batch did."""
+
+    error: ErrorInfo
+    batch: str = ""
+
+
+Request = Ping | Describe | EnsureReady | Release | RunBatch | ApplyConfig | Drain
+Reply = Pong | Description | Ready | BatchStarted | BatchDone | Done | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: Request | Reply) -> bytes:
+    """The bytes of one frame. Raises FrameError if it would pass the cap."""
+    body = _encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes passes the limit of {MAX_FRAME_BYTES}")
+    return _HEADER.pack(len(body)) + body
+
+
+def request(body: bytes) -> Request:
+    """Decode what a sidecar sent. Raises FrameError."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a request of protocol {PROTOCOL}: {error}") from error
+
+
+def reply(body: bytes) -> Reply:
+    """Decode what an adapter sent. Raises FrameError."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a reply of protocol {PROTOCOL}: {error}") from error
+
+
+def _length(header: bytes | bytearray, cap: int) -> int:
+    (length,) = _HEADER.unpack(header)
+    if length > cap:
+        raise FrameError(f"a frame of {length} bytes passes the limit of {cap}")
+    return int(length)
+
+
+async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
+    """The body of the next frame; waits for its first byte without bound, for the rest at most FRAME_TIMEOUT_S.
+
+    Raises EOFError when the peer closed between frames, FrameError otherwise.
+    """
+    try:
+        first = await reader.readexactly(1)
+    except asyncio.IncompleteReadError as error:
+        raise EOFError("the peer closed the connection") from error
+    try:
+        async with asyncio.timeout(FRAME_TIMEOUT_S):
+            length = _length(first + await reader.readexactly(3), cap)
+            return await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        raise FrameError("the peer closed inside a frame") from error
+    except TimeoutError as error:
+        raise FrameError(f"a frame was not complete after {FRAME_TIMEOUT_S} s") from error
+
+
+def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
+    """`read_frame` on a blocking socket. Memory grows with what arrives, never with what a header promises."""
+    connection.settimeout(None)
+    header = bytearray(connection.recv(4))
+    if not header:
+        raise EOFError("the peer closed the connection")
+    connection.settimeout(FRAME_TIMEOUT_S)
+    try:
+        _receive_into(connection, header, 4)
+        body = bytearray()
+        _receive_into(connection, body, _length(header, cap))
+    except TimeoutError as error:
+        raise FrameError(f"a frame stalled for {FRAME_TIMEOUT_S} s") from error
+    return body
+
+
+def _receive_into(connection: socket.socket, buffer: bytearray, size: int) -> None:
+    while len(buffer) < size:
+        piece = connection.recv(min(size - len(buffer), 1 << 20))
+        if not piece:
+            raise FrameError("the peer closed inside a frame")
+        buffer += piece

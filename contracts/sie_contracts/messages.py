@@ -1,0 +1,207 @@
+"""What travels over NATS: work, results, heartbeats and config deltas.
+
+Evolution: a new field has a default, nothing changes type or meaning, nothing is renamed; readers ignore what they do not know.
+One encoded example of every message and version is kept under tests/contract/fixtures and decoded in both directions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import ErrorInfo
+
+Priority = Literal["interactive", "bulk"]
+Operation = Literal["encode", "score", "extract"]
+Truncate = Literal["END", "START", "NONE"]
+
+
+class Input(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One input of a request. Exactly the fields that the operation needs are set."""
+
+    text: str | None = None
+
+
+class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request asks of a model, after all precedence rules: the resolved set that every path executes identically.
+
+    `prefix` and `suffix` are the prompt around the text. `dimensions` and `max_tokens` 0 mean the model's own.
+    """
+
+    outputs: tuple[str, ...] = ("dense",)
+    prefix: str = ""
+    suffix: str = ""
+    truncate: Truncate = "END"
+    pooling: str = ""
+    normalize: bool = True
+    dimensions: int = 0
+    max_tokens: int = 0
+    lora: str = ""
+
+
+class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
+    """A chunk of a request: consecutive inputs that one worker answers together.
+
+    `first` is the position of `inputs[0]` in the request. `reply` is the gateway's inbox; a result is sent there as a request and
+    counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
+    """
+
+    request: str
+    chunk: int
+    model: str
+    revision: str
+    operation: Operation
+    inputs: tuple[Input, ...]
+    options: RunOptions
+    reply: str
+    budget_ms: int
+    first: int = 0
+    attempt: int = 0
+    profile: str = "default"
+    config_revision: int = 0
+    priority: Priority = "interactive"
+    cost: int = 0
+    traceparent: str = ""
+
+
+class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
+    """Where an array lies in the block of bytes that travels beside it. `dtype` as numpy writes it, e.g. `<f4`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
+    """A value. `tokens` counts special tokens and is what was run, after truncation."""
+
+    outputs: dict[str, ArraySlice]
+    tokens: int = 0
+    truncated: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
+    """A typed error in place of a value."""
+
+    error: ErrorInfo
+
+
+Outcome = Ok | Failed
+
+
+class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Milliseconds of one chunk at the worker, contiguous marks on the worker's clock, from delivery to the sending of the result."""
+
+    load_ms: float = 0.0
+    preprocess_ms: float = 0.0
+    batch_wait_ms: float = 0.0
+    inference_ms: float = 0.0
+    postprocess_ms: float = 0.0
+    worker_ms: float = 0.0
+
+
+class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The batch that a chunk ran in, for `explain` and for tests of batch independence."""
+
+    id: str = ""
+    items: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    attention: int = 0  # sum of squared lengths
+    deliveries: int = 1
+
+
+class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
+    """One outcome per input of a chunk, in order. `block` holds all arrays; slices point into it."""
+
+    request: str
+    chunk: int
+    worker: str
+    outcomes: tuple[Outcome, ...]
+    block: bytes = b""
+    attempt: int = 0
+    revision: str = ""
+    fingerprint: str = ""
+    stages: Stages = Stages()
+    batch: BatchNote = BatchNote()
+
+
+class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
+    """The gateway's answer to a result: taken, a duplicate of one already taken, or of a request that it no longer knows."""
+
+    verdict: Literal["taken", "duplicate", "unknown"]
+
+
+class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model on one worker."""
+
+    model: str
+    state: Literal["available", "loading", "loaded", "unloading", "failed"]
+    memory_bytes: int = 0
+    queued: int = 0
+    fingerprint: str = ""
+    error: ErrorInfo | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
+    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it drains."""
+
+    worker: str
+    pool: str
+    machine_profile: str
+    bundle: str
+    ready: bool
+    version: str
+    leaving: bool = False
+    gpu_count: int = 1
+    gpu: str = ""
+    device: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    queue_depth: int = 0
+    config_epoch: str = ""
+    models: tuple[ModelStatus, ...] = ()
+
+
+class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
+    """One committed write of the catalogue. `entry` is null for a removal. Applied only by a reader that stands at `previous`."""
+
+    producer: str
+    previous: str
+    epoch: str
+    model: str
+    revision: int
+    entry: dict[str, Any] | None = None
+
+
+class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of an export."""
+
+    model_id: str
+    model_config: dict[str, Any]
+    revision: int = 0
+    affected_bundles: tuple[str, ...] = ()
+    raw_yaml: str = ""
+
+
+class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
+    """The whole catalogue at one epoch."""
+
+    epoch: str
+    models: tuple[ConfigModel, ...]
+    bundles: tuple[dict[str, Any], ...] = ()
+    snapshot_version: int = 1
+    generated_at: str = ""
+
+
+Message = WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_work = msgspec.msgpack.Decoder(WorkItem).decode
+decode_result = msgspec.msgpack.Decoder(WorkResult).decode
+decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode
+decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
+decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
+decode_any = msgspec.msgpack.Decoder(Message).decode

@@ -1,0 +1,98 @@
+"""uvicorn inside a process of ours: we bind, we own the signals, we decide when it ends. And the probes that every process has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sie_contracts.settings import SettingError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
+_logger = logging.getLogger("sie.http")
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A listening HTTP server. `setting` is blamed when the port cannot be had."""
+
+    def __init__(self, app: App, host: str, port: int, *, setting: str, root_path: str = "") -> None:
+        try:
+            self._socket = _listen(host, port)
+        except OSError as error:
+            raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app, loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, root_path=root_path,
+            timeout_keep_alive=KEEP_ALIVE_S, server_header=False, date_header=False, timeout_graceful_shutdown=5,
+        )  # fmt: skip
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
+
+    async def stop(self) -> None:
+        """Close keep-alive connections, wait at most 5 s for running requests, stop listening."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+async def reply(send: Send, status: int, body: bytes, content_type: bytes = b"text/plain; charset=utf-8") -> None:
+    """One complete response."""
+    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def probes(not_ready: Callable[[], str | None], registry: CollectorRegistry | None) -> App:
+    """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path in ("/healthz", "/livez", "/ping"):
+            await reply(send, 200, b"ok")
+        elif path == "/readyz":
+            reason = not_ready()
+            await reply(send, 503 if reason else 200, f"not ready: {reason}".encode() if reason else b"ok")
+        elif path == "/metrics" and registry is not None:
+            await reply(send, 200, generate_latest(registry), METRICS_TYPE)
+        else:
+            await reply(send, 404, b"not found")
+
+    return app

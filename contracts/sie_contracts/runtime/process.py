@@ -1,0 +1,155 @@
+"""The life of a process: logs configured, signals owned in one place, a stop that chains, an exit status that is true.
+
+    start ──► run(main) ──► main(stop) ... SIGTERM or SIGINT sets stop ──► main drains and returns its status
+                                          a second signal ends the process at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+EXIT_BAD_SETTING = 2
+_FIELDS = ("model", "request_id", "trace_id", "latency_ms")
+
+
+class _Json(logging.Formatter):
+    """One JSON object per line with the documented keys; values travel as `extra={...}` of a logging call."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update({name: getattr(record, name, None) for name in _FIELDS})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def configure_logging(*, json: bool) -> None:
+    """Send all loggers to standard error, plain or as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    plain.converter = time.gmtime
+    handler.setFormatter(_Json() if json else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class Stop:
+    """The wish to end. Every long-lived task waits on it or is cancelled by its owner."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def request(self) -> None:
+        self._event.set()
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    async def wait_for(self, seconds: float) -> bool:
+        """Wait at most `seconds`; true if the end was requested meanwhile. The pause of every periodic task."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._event.wait(), seconds)
+        return self._event.is_set()
+
+
+def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
+    """Run `main` on uvloop until it returns its exit status."""
+    import uvloop
+
+    async def guarded() -> int:
+        stop = Stop()
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if stop.requested:
+                os._exit(128 + number)
+            stop.request()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        return await main(stop)
+
+    status: int = uvloop.run(guarded())
+    return status
+
+
+class Tasks:
+    """The long-lived tasks of a component. One that ends in an exception is logged and ends the component through `failed`.
+
+    A background task that dies in silence is a component that looks alive and does nothing, so nothing here may be fire-and-forget.
+    """
+
+    def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
+        self._logger = logger
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.failed = False
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        self._logger.error("task %s failed", task.get_name(), exc_info=task.exception())
+        self.failed = True
+        self._on_failure()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait for all tasks to end by themselves; false if some were still running at the time-out."""
+        if not self._tasks:
+            return True
+        _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not pending
+
+    async def cancel(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[Any]], *, errors: tuple[type[Exception], ...], stop: Stop, logger: logging.Logger, what: str
+) -> Any:
+    """Try until it works or the process is to stop (then None); pauses double from 0.1 s to 5 s, every tenth failure is logged."""
+    delay_s, count = 0.1, 0
+    while not stop.requested:
+        try:
+            return await attempt()
+        except errors as error:
+            if count % 10 == 0:
+                logger.warning("%s: %s; trying again", what, error)
+            count += 1
+        if await stop.wait_for(delay_s):
+            break
+        delay_s = min(delay_s * 2, 5.0)
+    return None

@@ -1,0 +1,301 @@
+"""The HTTP surface. FastAPI routes and documents; `Edge`, around it, is what every call passes: ids, auth, drain, errors, metrics."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import uuid
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+import sie_contracts
+from sie_contracts.broker import Broker
+from sie_contracts.errors import (
+    InternalFailure,
+    InvalidInput,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    ShuttingDown,
+    SIEError,
+    envelope,
+)
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.runtime.http import App, Receive, Scope, Send, probes
+from sie_contracts.settings import Settings, public_url
+from sie_gateway.auth import Gate
+from sie_gateway.body import MAX_BODY_BYTES
+from sie_gateway.fleet import Fleet
+from sie_gateway.inference import Answer, Call, FailedRequest, Inference
+from sie_gateway.metrics import Metrics
+from sie_gateway.models import model_info, model_list
+
+_logger = logging.getLogger("sie.gateway")
+_PROBES = ("/healthz", "/readyz", "/livez", "/ping")
+
+
+def uuid7() -> str:
+    """A time-ordered UUID (RFC 9562, version 7), as text."""
+    millis = time.time_ns() // 1_000_000
+    value = (millis << 80) | (0x7 << 76) | (secrets.randbits(12) << 64) | (0b10 << 62) | secrets.randbits(62)
+    return str(uuid.UUID(int=value))
+
+
+class Gateway:
+    """What the routes share."""
+
+    def __init__(
+        self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, inference: Inference, metrics: Metrics,
+        nats_monitor_url: str | None = None,
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        self.broker = broker
+        self.feed = feed
+        self.fleet = fleet
+        self.inference = inference
+        self.metrics = metrics
+        self.nats_monitor_url = nats_monitor_url
+        self.draining = False
+        self.started = False
+
+    def not_ready(self) -> str | None:
+        """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
+        if self.draining:
+            return "draining"
+        if not self.feed.loaded:
+            return "the catalogue is not loaded"
+        if not self.broker.connected:
+            return "no connection to the broker"
+        return None if self.started else "starting"
+
+    def health(self) -> dict[str, Any]:
+        healthy, unhealthy = self.fleet.worker_infos()
+        settings = self.settings
+        models = []
+        for model in sorted(self.feed.catalogue.entries):
+            state, reports = self.fleet.model(model)
+            models.append({
+                "name": model, "state": state, "worker_count": sum(status.state == "loaded" for _, status in reports),
+                "gpu_types": sorted({beat.machine_profile for beat, _ in reports}),
+                "total_queue_depth": sum(status.queued for _, status in reports),
+            })  # fmt: skip
+        return {
+            "status": "healthy" if healthy else "degraded", "type": "gateway", "version": sie_contracts.__version__,
+            "nats_url": public_url(settings.nats_url) if settings.nats_url else None, "nats_monitor_url": self.nats_monitor_url,
+            "config_url": settings.config_service_url, "configured_gpu_types": list(settings.gateway_configured_gpus or ()),
+            "live_gpu_types": sorted({info["gpu"] for info in healthy}),
+            "cluster": {
+                "worker_count": len(healthy), "gpu_count": sum(info["gpu_count"] for info in healthy),
+                "models_loaded": len({model for info in healthy for model in info["loaded_models"]}), "total_qps": 0.0,
+            },
+            "workers": healthy, "unhealthy_workers": unhealthy, "models": models,
+        }  # fmt: skip
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, at most MAX_BODY_BYTES. Raises PayloadTooLarge, before reading where Content-Length already says so."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(f"body: {declared} bytes, at most {MAX_BODY_BYTES}", param="body", extras={"limit": MAX_BODY_BYTES})
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"body: more than {MAX_BODY_BYTES} bytes", param="body", extras={"limit": MAX_BODY_BYTES})
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+_ENCODE_DOCS: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["items"],
+                    "properties": {
+                        "items": {"type": "array", "items": {"type": "object", "properties": {"text": {"type": "string"}}}},
+                        "params": {"type": "object"},
+                    },
+                },
+                "example": {"items": [{"text": "Hello"}]},
+            }
+        },
+    },
+    "parameters": [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "description": "id[@revision][:profile]"}
+    ],
+}  # fmt: skip
+
+
+def create_app(gateway: Gateway) -> App:
+    """The application of the main port."""
+    settings = gateway.settings
+    app = FastAPI(
+        title="SIE", version=sie_contracts.__version__, description="encode, score, extract: the small models behind search and RAG",
+        root_path=settings.root_path or "", redoc_url=None, redirect_slashes=False,
+    )  # fmt: skip
+
+    @app.post("/v1/encode/{model:path}", openapi_extra=_ENCODE_DOCS, summary="Vectors of inputs")
+    async def encode(request: Request) -> Response:
+        call: Call = request.scope["sie.call"]
+        resolved = gateway.inference.resolve(request.path_params["model"])
+        answer: Answer = await gateway.inference.encode(call, resolved, await read_body(request))
+        return Response(answer.body, answer.status, answer.headers, media_type=answer.content_type)
+
+    @app.get("/v1/models", summary="The catalogue")
+    @app.get("/models", include_in_schema=False)
+    async def models(request: Request) -> Response:
+        query = request.query_params
+        infos = model_list(
+            gateway.feed.catalogue, gateway.fleet, task=query.get("task", ""), output=query.get("output", ""),
+            loaded=query.get("loaded", "") == "true", variants=query.get("variants", "") != "false",
+        )  # fmt: skip
+        return _json({"object": "list", "data": infos, "models": infos})
+
+    @app.get("/v1/models/{model:path}", summary="One model")
+    @app.get("/models/{model:path}", include_in_schema=False)
+    async def model(model: str) -> Response:
+        resolved = gateway.inference.resolve(model)
+        return _json(model_info(gateway.feed.catalogue, gateway.fleet, resolved.entry, resolved.profile))
+
+    @app.get("/health", summary="What is in use, and who serves")
+    async def health() -> Response:
+        return _json(gateway.health())
+
+    app.add_exception_handler(SIEError, _on_error)
+    app.add_exception_handler(FailedRequest, _on_error)
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    return Edge(app, gateway)
+
+
+def _json(body: Any) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.scope["sie.call"])
+
+
+def error_response(error: Exception, call: Call) -> Response:
+    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as INTERNAL_ERROR."""
+    errors: list[dict[str, Any]] | None = None
+    headers: dict[str, str] = {}
+    if isinstance(error, FailedRequest):
+        errors = error.errors
+        error = error.error
+    elif isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        if error.status_code == 404:
+            error = NotFound("no such path")
+        elif error.status_code == 405:
+            error = MethodNotAllowed("this path does not take that method")
+        else:
+            error = InvalidInput(str(error.detail), reason="malformed")
+    if not isinstance(error, SIEError):
+        _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
+        error = InternalFailure("the server failed; its log has the details under this request id")
+    headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
+    if error.retryable:
+        headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(envelope(error, call.id, errors), error.status, headers)
+
+
+class Edge:
+    """Pure ASGI, so that a disconnect stays visible. Gives every call its id, lets it in or not, and counts it."""
+
+    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+        self._gate = Gate(gateway.settings)
+        self._probes = probes(gateway.not_ready, None)
+        self._root = gateway.settings.root_path or ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        received_s = time.perf_counter()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if self._root and scope["path"].startswith(self._root + "/"):
+            scope = {**scope, "path": scope["path"][len(self._root) :]}
+        scope["root_path"] = ""
+        path = scope["path"]
+        if path in _PROBES:
+            await self._probes(scope, receive, send)
+            return
+        call = Call(uuid7(), received_s, headers)
+        scope["sie.call"] = call
+        status = 0
+
+        async def tagged(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *self._common_headers(call)]
+            await send(message)
+
+        try:
+            self._admit(scope["method"], path, headers)
+            await self._app(scope, receive, tagged)
+        except SIEError as error:
+            await error_response(error, call)(scope, receive, tagged)
+        except Exception:  # noqa: BLE001  the root of a request: FastAPI has logged and answered it, and raises it again
+            if not status:
+                await error_response(InternalFailure("the server failed"), call)(scope, receive, tagged)
+        self._count(path, call, status, time.perf_counter() - received_s)
+
+    def _admit(self, method: str, path: str, headers: dict[str, str]) -> None:
+        self._gate.check(method, path, headers.get("authorization", ""))
+        if self._gateway.draining and method == "POST":
+            raise ShuttingDown("this gateway is shutting down; another one takes the request")
+
+    @staticmethod
+    def _common_headers(call: Call) -> list[tuple[bytes, bytes]]:
+        given = call.headers.get("x-request-id", "")
+        client_id = given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else call.id
+        return [
+            (b"x-sie-request-id", call.id.encode()),
+            (b"x-request-id", client_id.encode()),
+            (b"x-sie-version", sie_contracts.__version__.encode()),
+        ]
+
+    def _count(self, path: str, call: Call, status: int, seconds: float) -> None:
+        endpoint = next((name for name in ("encode", "models", "health") if path.startswith((f"/v1/{name}", f"/{name}"))), "other")
+        profile = call.labels.get("machine_profile", "")
+        self._gateway.metrics.requests.labels(endpoint, str(status), profile).inc()
+        self._gateway.metrics.latency.labels(endpoint, profile).observe(seconds)
+        if endpoint == "encode":
+            _logger.info(
+                "encode %s in %.1f ms", status, seconds * 1000,
+                extra={"request_id": call.id, "model": call.labels.get("model"), "latency_ms": round(seconds * 1000, 2)},
+            )  # fmt: skip
+
+
+def metrics_app(gateway: Gateway) -> App:
+    """The application of the metrics port: metrics and probes, never behind a token, nothing else."""
+    metrics = gateway.metrics
+    inner = probes(gateway.not_ready, metrics.registry)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        workers = gateway.fleet.workers()
+        healthy = sum(is_healthy for _, is_healthy in workers)
+        metrics.workers.labels("healthy").set(healthy)
+        metrics.workers.labels("unhealthy").set(len(workers) - healthy)
+        metrics.nats_connected.set(1 if gateway.broker.connected else 0)
+        for result, count in gateway.feed.deltas.items():
+            metrics.config_deltas.labels(result).set(count)
+        await inner(scope, receive, send)
+
+    return app
+
+

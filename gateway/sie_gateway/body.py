@@ -1,0 +1,126 @@
+"""What a client sent becomes plain values: transport decoding with its limits, and the items of a request.
+
+    bytes ──decode──► map ──items──► tuple[Item]
+
+Every refusal names the path of the offending field, with the expected and the got type, and never repeats input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sie_contracts import arrays
+from sie_contracts.catalogue import describe
+from sie_contracts.errors import InvalidInput, PayloadTooLarge
+
+MAX_BODY_BYTES = 256 << 20
+MAX_NESTING = 64
+
+
+@dataclass(frozen=True)
+class Item:
+    """One input of a request as the client gave it. `text` None: the item holds nothing this model can use."""
+
+    text: str | None
+    id: str | None = None
+    metadata: Any = None
+    modalities: tuple[str, ...] = ()
+
+
+def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
+    """The top-level map of a request body. Raises InvalidInput with reason malformed or schema."""
+    try:
+        value = arrays.decode_msgpack(body) if msgpack else msgspec.json.decode(body)
+    except RecursionError as error:
+        raise InvalidInput(f"body: nested deeper than {MAX_NESTING}", reason="malformed", param="body") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput("body: a string is not valid UTF-8", reason="malformed", param="body") from error
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        kind = "msgpack" if msgpack else "JSON"
+        raise InvalidInput(f"body: not valid {kind}: {_clean(error)}", reason="malformed", param="body") from error
+    if not isinstance(value, dict):
+        raise InvalidInput(f"body: expected a map, got {describe(value)}", reason="schema", param="body")
+    _check_nesting(value)
+    return {key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key): item for key, item in value.items()}
+
+
+def _clean(error: Exception) -> str:
+    """The decoder's message: it names offsets and kinds. A quoted fragment, which might be input, is cut off."""
+    return str(error).split("'")[0].split('"')[0].strip()[:120]
+
+
+def _check_nesting(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise InvalidInput(f"body: nested deeper than {MAX_NESTING}", reason="malformed", param="body")
+
+
+def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
+    """The inputs, by `items` or its aliases `inputs` and `input`. Raises InvalidInput: empty_items, too_many_items, schema."""
+    name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
+    raw = body.get(name)
+    if isinstance(raw, str | dict):
+        raw = [raw]
+    if raw is None or raw == []:
+        raise InvalidInput(f"{name}: expected at least one item", reason="empty_items", param=name)
+    if not isinstance(raw, list):
+        raise InvalidInput(f"{name}: expected a list of items, got {describe(raw)}", reason="schema", param=name)
+    if len(raw) > limit:
+        raise InvalidInput(
+            f"{name}: got {len(raw)} items, at most {limit} are allowed", reason="too_many_items", param=name, extras={"limit": limit}
+        )
+    return tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
+
+
+_MODALITIES = {"images": "image", "document": "document", "audio": "audio", "video": "video", "multivector": "multivector"}
+
+
+def _item(value: Any, path: str) -> Item:
+    if isinstance(value, str):
+        return Item(_utf8(value, path))
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
+    text = _optional_text(value, "text", path)
+    used = tuple(modality for key, modality in _MODALITIES.items() if value.get(key) not in (None, [], {}))
+    return Item(text, _optional_text(value, "id", path), value.get("metadata"), used)
+
+
+def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None:
+    found = value.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise InvalidInput(f"{path}.{name}: expected str or null, got {describe(found)}", reason="schema", param=f"{path}.{name}")
+    return _utf8(found, f"{path}.{name}")
+
+
+def _utf8(text: str, path: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInput(f"{path}: holds a lone surrogate, which is not valid Unicode", reason="malformed", param=path) from error
+    return text
+
+
+def sizes(texts: Sequence[str], *, limit: int, name: str = "items") -> list[int]:
+    """UTF-8 bytes of each text. Raises PayloadTooLarge, naming the limit, for one that no queue message can hold."""
+    found = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+    for index, size in enumerate(found):
+        if size > limit:
+            raise PayloadTooLarge(
+                f"{name}[{index}]: {size} bytes of text, one item may have {limit}", param=f"{name}[{index}].text", extras={"limit": limit}
+            )
+    return found

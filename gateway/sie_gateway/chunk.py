@@ -1,0 +1,47 @@
+"""A request becomes queue messages: consecutive inputs, bounded by cost, by the size of the message and by the size of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
+SPECIAL_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Inputs `start` to `stop` of a request, and their estimated cost in tokens."""
+
+    start: int
+    stop: int
+    cost: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    cost: int
+    payload_bytes: int
+    result_bytes: int
+
+
+def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
+    return min(max_tokens, size_bytes // BYTES_PER_TOKEN + SPECIAL_TOKENS)
+
+
+def split(sizes_bytes: Sequence[int], *, max_tokens: int, item_result_bytes: int, limits: Limits) -> list[Chunk]:
+    """Cut inputs of these sizes into chunks. Each holds at least one input; none is larger than the limits unless it holds just one."""
+    chunks: list[Chunk] = []
+    start = cost = payload = 0
+    for index, size in enumerate(sizes_bytes):
+        tokens = estimated_tokens(size, max_tokens)
+        count = index - start
+        full = cost + tokens > limits.cost or payload + size > limits.payload_bytes or (count + 1) * item_result_bytes > limits.result_bytes
+        if count and full:
+            chunks.append(Chunk(start, index, cost))
+            start, cost, payload = index, 0, 0
+        cost += tokens
+        payload += size
+    if start < len(sizes_bytes):
+        chunks.append(Chunk(start, len(sizes_bytes), cost))
+    return chunks

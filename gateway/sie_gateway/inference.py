@@ -1,0 +1,296 @@
+"""The life of an inference request.
+
+    resolve name ─► decode ─► merge options ─► check items ─► choose lane ─► split ─► publish ─► collect ─► reply
+
+Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sie_contracts import topology
+from sie_contracts.catalogue import RequestOptions, Resolved, describe, run_options
+from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, QueueFull, SIEError
+from sie_contracts.messages import Failed, Input, Priority, WorkItem, WorkResult
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway import body as bodies
+from sie_gateway import chunk, reply
+from sie_gateway.body import Item
+from sie_gateway.fleet import Fleet
+from sie_gateway.inbox import Inbox
+from sie_gateway.metrics import Metrics
+from sie_gateway.queue import WorkQueue
+
+ITEM_RESULT_OVERHEAD_BYTES = 64
+
+
+@dataclass
+class Call:
+    """One HTTP request: what the edge knows of it. `labels` are filled in as the request is understood, for metrics and logs."""
+
+    id: str
+    received_s: float
+    headers: Mapping[str, str]
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+    content_type: str
+    headers: dict[str, str]
+
+
+class FailedRequest(Exception):
+    """A request that ends in `error`, with one entry per failed input."""
+
+    def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.errors = errors
+
+
+class Inference:
+    """Runs inference requests against the queue."""
+
+    def __init__(
+        self, settings: Settings, feed: CatalogueFeed, fleet: Fleet, queue: WorkQueue, inbox: Inbox, metrics: Metrics, pools: set[str]
+    ) -> None:
+        self._settings = settings
+        self._feed = feed
+        self._fleet = fleet
+        self._queue = queue
+        self._inbox = inbox
+        self._metrics = metrics
+        self._pools = pools
+        self.in_progress = 0
+        self.idle = asyncio.Event()  # set while nothing is in progress
+        self.idle.set()
+
+    def resolve(self, spec: str) -> Resolved:
+        """The model of a request. Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict."""
+        if not self._feed.loaded:
+            raise NotReady("the catalogue is not loaded yet")
+        if ".." in spec.split("/"):
+            raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
+        return self._feed.catalogue.resolve(spec.removesuffix("/"))
+
+    async def encode(self, call: Call, resolved: Resolved, raw: bytes) -> Answer:
+        """`POST /v1/encode/{model}`. `resolved` comes first: an unknown model is refused before the body is looked at."""
+        headers = call.headers
+        is_msgpack = "msgpack" in headers.get("content-type", "")
+        body = bodies.decode(raw, msgpack=is_msgpack)
+        items = bodies.items(body, limit=self._settings.max_items_per_request)
+        resolved, options = run_options(resolved, body, strict=headers.get("x-sie-strict", "").lower() == "true")
+        budget_s = self._budget_s(headers)
+        lane = self._lane(headers, resolved)
+        call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
+        priority = self._priority(headers)
+        if self.in_progress >= self._settings.max_concurrent_requests:
+            self._metrics.rejected.labels(lane.machine_profile, lane.bundle, "concurrency").inc()
+            raise QueueFull(
+                f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress}
+            )
+        self._enter(1)
+        try:
+            done = await self._run(call, resolved, options, items, lane, priority, budget_s)
+        finally:
+            self._enter(-1)
+        return self._encode_answer(call, resolved, options, items, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
+
+    def _enter(self, change: int) -> None:
+        self.in_progress += change
+        self._metrics.in_progress.set(self.in_progress)
+        if self.in_progress:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    def _budget_s(self, headers: Mapping[str, str]) -> float:
+        raw = headers.get("x-sie-timeout-ms")
+        if raw is None:
+            return self._settings.gateway_request_timeout
+        if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw[:9]) <= 600_000:
+            raise InvalidInput("X-SIE-Timeout-Ms: expected a whole number from 1 to 600000", reason="schema", param="X-SIE-Timeout-Ms")
+        return min(int(raw) / 1000, self._settings.gateway_request_timeout)
+
+    @staticmethod
+    def _priority(headers: Mapping[str, str]) -> Priority:
+        raw = headers.get("x-sie-priority", "interactive").lower()
+        if raw == "bulk":
+            return "bulk"
+        if raw == "interactive":
+            return "interactive"
+        raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
+
+    def _lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
+        machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
+        pool = headers.get("x-sie-pool", "").strip()
+        if "/" in machine_profile:
+            named, _, machine_profile = machine_profile.partition("/")
+            if pool and topology.pool_name(pool) != topology.pool_name(named):
+                raise InvalidInput("X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE", reason="pool_conflict", param="X-SIE-Pool")
+            pool = named
+        try:
+            pool = topology.pool_name(pool or "_default")
+        except ValueError as error:
+            raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
+        return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
+
+    async def _run(
+        self,
+        call: Call,
+        resolved: Resolved,
+        options: RequestOptions,
+        items: tuple[Item, ...],
+        lane: Lane,
+        priority: Priority,
+        budget_s: float,
+    ) -> _Collected:
+        """Publish what can run, wait for all of it, put it beside what could not."""
+        refused = {index: failure for index, item in enumerate(items) if (failure := _unusable(item, resolved)) is not None}
+        runnable = [(index, item.text) for index, item in enumerate(items) if index not in refused and item.text is not None]
+        collected = _Collected(len(items), refused)
+        if not runnable:
+            return collected
+        sizes = bodies.sizes([text for _, text in runnable], limit=self._queue.payload_bytes)
+        width = sum(resolved.entry.outputs[name] for name in options.run.outputs)
+        limits = chunk.Limits(self._settings.chunk_cost, self._queue.payload_bytes, self._queue.payload_bytes)
+        chunks = chunk.split(
+            sizes, max_tokens=resolved.entry.max_tokens, item_result_bytes=4 * width + ITEM_RESULT_OVERHEAD_BYTES, limits=limits
+        )
+        revision = self._feed.catalogue.revisions.get(resolved.entry.id, 0)
+        work = [
+            WorkItem(
+                request=call.id, chunk=number, model=resolved.entry.id, revision=resolved.entry.revision, operation="encode",
+                inputs=tuple(Input(text) for _, text in runnable[piece.start : piece.stop]), options=options.run,
+                reply=self._inbox.subject, budget_ms=int(budget_s * 1000), first=piece.start, profile=resolved.profile,
+                config_revision=revision, priority=priority, cost=piece.cost, traceparent=call.headers.get("traceparent", ""),
+            )
+            for number, piece in enumerate(chunks)
+        ]  # fmt: skip
+        deadline_s = call.received_s + budget_s
+        collector = self._inbox.open(call.id, len(work))
+        published_s = time.perf_counter()
+        sequences: list[int] = []
+        try:
+            sequences = await self._queue.publish(lane, work, deadline_s)
+            await collector.wait(max(0.0, deadline_s - time.perf_counter()))
+        except TimeoutError as error:
+            missing = [sequence for sequence, result in zip(sequences, collector.results, strict=True) if result is None]
+            await self._queue.withdraw(lane.pool, missing)
+            raise GatewayTimeout(f"no result within the budget of {budget_s:g} s") from error
+        except (SIEError, asyncio.CancelledError):
+            await asyncio.shield(self._queue.withdraw(lane.pool, sequences))
+            raise
+        finally:
+            self._inbox.close(collector)
+        results = [result for result in collector.results if result is not None]
+        self._metrics.result_wait.labels("encode").observe(collector.last_arrival_s - published_s)
+        collected.take([index for index, _ in runnable], chunks, results)
+        collected.wait_ms = (collector.last_arrival_s - published_s) * 1000
+        return collected
+
+    def _encode_answer(
+        self, call: Call, resolved: Resolved, options: RequestOptions, items: tuple[Item, ...], done: _Collected, msgpack: bool
+    ) -> Answer:
+        slots, failures = reply.encode_slots(items, done.results, done.positions)
+        failure = reply.failure_of(items, failures, any_fails=options.on_item_error == "fail")
+        if failure is not None:
+            raise FailedRequest(*failure)
+        tokens, truncated = done.usage()
+        real = done.worker_results()
+        timing = reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=done.wait_ms, last=done.last)
+        if options.item_timing:
+            for slot in slots:
+                slot["timing"] = timing
+        fingerprint = real[0].fingerprint if real else ""
+        content: dict[str, Any] = {
+            "model": resolved.requested,
+            "items": slots,
+            "timing": timing,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": truncated},
+            "fingerprint": fingerprint,
+        }
+        if options.warnings:
+            content["warnings"] = list(options.warnings)
+        if call.headers.get("x-sie-explain") == "1":
+            content["explain"] = [
+                msgspec.to_builtins({"worker": result.worker, "chunk": result.chunk, "batch": result.batch, "stages": result.stages})
+                for result in real
+            ]
+        data, content_type = reply.encode(content, msgpack=msgpack)
+        failed = sum(1 for entry in failures if entry is not None)
+        headers = {
+            "X-SIE-Model": resolved.canonical,
+            "X-SIE-Model-Revision": resolved.entry.revision,
+            "X-SIE-Fingerprint": fingerprint,
+            "X-SIE-Bundle": resolved.entry.bundle,
+            "X-SIE-Worker": ",".join(sorted({result.worker for result in real})),
+            **reply.timing_headers(timing),
+            **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
+            **({"X-SIE-Truncated-Items": str(len(truncated))} if truncated else {}),
+        }
+        return Answer(200, data, content_type, headers)
+
+
+def _unusable(item: Item, resolved: Resolved) -> Failed | None:
+    """Why this item cannot be run by this model, before anything is queued; None if it can."""
+    foreign = [modality for modality in item.modalities if modality not in resolved.entry.inputs]
+    if foreign:
+        message = f"{resolved.entry.id} takes {', '.join(resolved.entry.inputs)}, not {foreign[0]}"
+        return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
+    if item.text is None:
+        return Failed(ErrorInfo("INVALID_INPUT", f"the item has no text (got {describe(None)})", reason="empty_item"))
+    return None
+
+
+class _Collected:
+    """Outcomes at their places among the inputs, those that were refused here included."""
+
+    def __init__(self, count: int, refused: Mapping[int, Failed]) -> None:
+        self.results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
+        self.positions: list[list[int]] = [[index] for index in refused]
+        self.wait_ms = 0.0
+        self.last: WorkResult | None = None
+        self._count = count
+
+    def take(self, indices: list[int], chunks: list[chunk.Chunk], results: list[WorkResult]) -> None:
+        for piece, result in zip(chunks, results, strict=True):
+            places = indices[piece.start : piece.stop]
+            if len(places) != len(result.outcomes):
+                raise InvalidOutcomeCount(len(result.outcomes), len(places))
+            self.results.append(result)
+            self.positions.append(places)
+        self.last = max(results, key=lambda result: result.stages.worker_ms)
+
+    def worker_results(self) -> list[WorkResult]:
+        return [result for result in self.results if result.chunk >= 0]
+
+    def usage(self) -> tuple[int, list[int]]:
+        """Tokens that were run, and the positions of inputs that were cut."""
+        tokens, truncated = 0, []
+        for result, places in zip(self.results, self.positions, strict=True):
+            for place, outcome in zip(places, result.outcomes, strict=True):
+                if not isinstance(outcome, Failed):
+                    tokens += outcome.tokens
+                    if outcome.truncated:
+                        truncated.append(place)
+        return tokens, sorted(truncated)
+
+
+class InvalidOutcomeCount(Exception):
+    """A worker answered a chunk with another number of outcomes than it has inputs: nothing of it can be trusted."""
+
+    def __init__(self, got: int, expected: int) -> None:
+        super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")

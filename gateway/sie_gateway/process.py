@@ -1,0 +1,107 @@
+"""The gateway process: connect, own the topology, listen, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.errors import QueueUnavailable
+from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, HttpConfigSource, packaged_catalogue
+from sie_contracts.runtime.http import HttpServer
+from sie_contracts.runtime.process import Stop, Tasks, retry
+from sie_contracts.settings import SettingError, Settings
+from sie_gateway.app import Gateway, create_app, metrics_app
+from sie_gateway.fleet import Fleet
+from sie_gateway.inbox import Inbox
+from sie_gateway.inference import Inference
+from sie_gateway.metrics import Metrics
+from sie_gateway.queue import WorkQueue
+
+EPOCH_POLL_S = 10.0
+FULL_EXPORT_S = 300.0
+DRAIN_S = 9.0  # with the 5 s that open connections get, inside the 15 s of a default grace period
+_logger = logging.getLogger("sie.gateway")
+
+
+async def serve(
+    settings: Settings,
+    broker: Broker,
+    source: ConfigSource | None,
+    stop: Stop,
+    *,
+    host: str,
+    port: int,
+    nats_monitor_url: str | None = None,
+    on_listening: Callable[[int], None] | None = None,
+) -> int:
+    """Serve until `stop`, then finish what was accepted. Returns the exit status."""
+    metrics = Metrics()
+    initial = packaged_catalogue() if source is None else None
+    feed = CatalogueFeed(
+        broker, source, trusted=settings.nats_config_trusted_producers, poll_s=EPOCH_POLL_S, full_export_s=FULL_EXPORT_S, initial=initial
+    )
+    fleet = Fleet(broker, settings)
+    queue = WorkQueue(broker, settings, metrics)
+    inbox = Inbox(broker, metrics)
+    inference = Inference(settings, feed, fleet, queue, inbox, metrics, {settings.pool})
+    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url)
+    main = HttpServer(create_app(gateway), host, port, setting="--port")
+    side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
+    tasks = Tasks(_logger, stop.request)
+    await main.start()
+    await side.start()
+    tasks.start(feed.run(stop), "catalogue feed")
+    await fleet.start()
+    await inbox.start()
+    await retry(
+        lambda: queue.ensure_pool(settings.pool), errors=(BrokerError,), stop=stop, logger=_logger, what=f"work stream of {settings.pool}"
+    )
+
+    async def on_reconnect() -> None:
+        try:
+            lost = await queue.reverify()
+        except BrokerError as error:
+            _logger.warning("after the reconnect: %s", error)
+            return
+        if lost:
+            _logger.error("the work stream was lost with the broker; %d open requests fail", len(inbox))
+            inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
+
+    broker.on_reconnect(on_reconnect)
+    gateway.started = True
+    if on_listening is not None:
+        on_listening(main.port)
+    _logger.info("gateway listening on %s:%d, metrics on %d", host, main.port, side.port)
+    await stop.wait()
+    gateway.draining = True
+    _logger.info("gateway draining, %d requests in progress", inference.in_progress)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(inference.idle.wait(), DRAIN_S)
+    await main.stop()
+    await side.stop()
+    await inbox.stop()
+    await tasks.settle(2.0)
+    await tasks.cancel()
+    return 1 if tasks.failed else 0
+
+
+async def run(settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None) -> int:
+    """The gateway against NATS. Raises SettingError."""
+    from sie_contracts.broker.nats import connect
+
+    if settings.nats_url is None:
+        raise SettingError("SIE_NATS_URL", "a gateway needs a broker")
+    url = settings.nats_url
+    broker: Broker | None = await retry(
+        lambda: connect(url, name="sie-gateway"), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
+    )
+    if broker is None:
+        return 0
+    source = HttpConfigSource(settings.config_service_url, settings.config_read_token) if settings.config_service_url else None
+    try:
+        return await serve(settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url)
+    finally:
+        await broker.close()

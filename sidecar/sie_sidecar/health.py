@@ -1,0 +1,103 @@
+"""The worker's account of itself: a heartbeat at its interval and at every change, and the reason why it is not ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import sie_contracts
+from sie_contracts import ipc, messages, topology
+from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.errors import SIEError
+from sie_contracts.messages import Heartbeat
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.worker import Worker
+
+_logger = logging.getLogger("sie.sidecar.health")
+
+
+class Health:
+    """`changed` asks for a heartbeat at once."""
+
+    def __init__(self, settings: Settings, broker: Broker, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed) -> None:
+        self._settings = settings
+        self._broker = broker
+        self._lane = lane
+        self._id = worker_id
+        self._link = link
+        self._feed = feed
+        self._change = asyncio.Event()
+        self.worker: Worker | None = None
+        self.leaving = False
+        self.preloading = ""
+
+    def changed(self) -> None:
+        self._change.set()
+
+    def not_ready(self) -> str | None:
+        if self.leaving:
+            return "draining"
+        if not self._link.connected:
+            return f"no adapter at {self._link.path}"
+        if not self._link.is_fresh():
+            return "the adapter does not answer"
+        if not self._broker.connected:
+            return "no connection to the broker"
+        if not self._feed.loaded:
+            return "the catalogue is not loaded"
+        if self.worker is None:
+            return "starting"
+        return f"preloading {self.preloading}" if self.preloading else None
+
+    def heartbeat(self) -> Heartbeat:
+        description = self._link.description if self._link.connected else None
+        statuses = tuple(hosted.status() for hosted in self.worker.hosting.all()) if self.worker else ()
+        return Heartbeat(
+            worker=self._id, pool=self._lane.pool, machine_profile=self._lane.machine_profile, bundle=self._lane.bundle,
+            ready=self.not_ready() is None, version=sie_contracts.__version__, leaving=self.leaving, gpu_count=self._settings.gpu_count,
+            gpu=self._settings.gpu_type or (description.gpu if description else ""), device=description.device if description else "",
+            memory_used_bytes=description.memory_used_bytes if description else 0,
+            memory_total_bytes=description.memory_total_bytes if description else 0,
+            queue_depth=self.worker.depth if self.worker else 0, config_epoch=self._feed.catalogue.epoch, models=statuses,
+        )  # fmt: skip
+
+    async def publish(self) -> None:
+        try:
+            await self._broker.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
+        except BrokerError as error:
+            _logger.warning("a heartbeat was not sent: %s", error)
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            self._change.clear()
+            await self._refresh()
+            await self.publish()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._change.wait(), self._settings.health_publish_interval_ms / 1000)
+
+    async def _refresh(self) -> None:
+        """Ask the adapter for its present memory; what cannot be asked now is told at the next beat."""
+        if not self._link.connected:
+            return
+        with contextlib.suppress(AdapterGone, SIEError):
+            answer = await self._link.ask(ipc.Describe())
+            if isinstance(answer, ipc.Description):
+                self._link.description = answer
+
+    def export(self, metrics: Metrics) -> None:
+        """Bring the gauges up to date, for a scrape."""
+        if self.worker is None:
+            return
+        metrics.queue_depth.set(self.worker.depth)
+        device = self._link.description.device if self._link.description else ""
+        for hosted in self.worker.hosting.all():
+            metrics.loaded.labels(hosted.name, device).set(1 if hosted.state == "loaded" else 0)
+            metrics.memory.labels(hosted.name).set(hosted.ready.loaded.memory_bytes if hosted.ready else 0)
+        for result, count in self._feed.deltas.items():
+            metrics.config_deltas.labels(result).set(count)

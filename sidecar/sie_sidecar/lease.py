@@ -1,0 +1,115 @@
+"""Held work: renewed while the adapter is alive, and fenced when a renewal is late.
+
+The broker cannot fence a stale holder: a late NAK redelivers under the new holder, a late error would answer for it. So before anything
+but a success the holder asks `is_mine`; a success may always be published, the first terminal result wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from sie_contracts.broker import BrokerError, Delivery
+
+FENCE = 0.8  # share of ack_wait after which an unrenewed lease counts as lost
+_logger = logging.getLogger("sie.sidecar.lease")
+
+
+class Lease:
+    """One delivery in our hands."""
+
+    __slots__ = ("delivery", "renewed_s")
+
+    def __init__(self, delivery: Delivery, now_s: float) -> None:
+        self.delivery = delivery
+        self.renewed_s = now_s
+
+
+class Leases:
+    """All deliveries held by this worker."""
+
+    def __init__(self, ack_wait_s: float, is_alive: Callable[[], bool], clock: Callable[[], float]) -> None:
+        self._ack_wait_s = ack_wait_s
+        self._is_alive = is_alive
+        self._clock = clock
+        self._held: dict[int, Lease] = {}
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def hold(self, delivery: Delivery) -> Lease:
+        lease = Lease(delivery, self._clock())
+        self._held[delivery.sequence] = lease
+        self.empty.clear()
+        return lease
+
+    def adopt(self, delivery: Delivery) -> Lease | None:
+        """The lease of work that we still have in hand and that is delivered to us once more, renewed; None for work that is new here."""
+        lease = self._held.get(delivery.sequence)
+        if lease is not None:
+            lease.delivery, lease.renewed_s = delivery, self._clock()
+        return lease
+
+    def all(self) -> list[Lease]:
+        return list(self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def is_mine(self, lease: Lease) -> bool:
+        """Whether nobody else can hold this work yet."""
+        return self._clock() - lease.renewed_s < FENCE * self._ack_wait_s
+
+    def drop(self, lease: Lease) -> None:
+        """Forget without a word."""
+        if self._held.get(lease.delivery.sequence) is lease:
+            del self._held[lease.delivery.sequence]
+            if not self._held:
+                self.empty.set()
+
+    async def finish(self, lease: Lease) -> None:
+        """The work is done and its result confirmed, or nobody waits for it."""
+        self.drop(lease)
+        await self._settle(lease.delivery.ack())
+
+    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> bool:
+        """Somebody else may do better. False, and nothing is sent, if the lease is not ours any more."""
+        mine = self.is_mine(lease)
+        self.drop(lease)
+        if mine:
+            await self._settle(lease.delivery.nak(delay_s))
+        return mine
+
+    async def refuse(self, lease: Lease, reason: str) -> None:
+        """Nobody can do this work."""
+        mine = self.is_mine(lease)
+        self.drop(lease)
+        if mine:
+            await self._settle(lease.delivery.term(reason))
+
+    @staticmethod
+    async def _settle(settlement: Awaitable[None]) -> None:
+        try:
+            await settlement
+        except BrokerError as error:
+            _logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
+
+    async def renew_all(self) -> None:
+        """Renew every lease, if the adapter lives: work of a dead one must go to somebody else."""
+        if not self._is_alive():
+            return
+        for lease in list(self._held.values()):
+            if self._held.get(lease.delivery.sequence) is not lease:
+                continue
+            try:
+                await lease.delivery.in_progress()
+            except BrokerError as error:
+                _logger.warning("leases could not be renewed: %s", error)
+                return
+            lease.renewed_s = self._clock()
+
+    async def run(self) -> None:
+        """Renew every third of the ack wait until cancelled; draining work keeps its leases."""
+        while True:
+            await asyncio.sleep(self._ack_wait_s / 3)
+            await self.renew_all()

@@ -1,0 +1,232 @@
+"""The connection to the adapter: a pool for batches and loads, one more for short questions, and the ping that decides readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from sie_contracts import ipc
+from sie_contracts.errors import SIEError
+from sie_contracts.runtime.process import Stop
+
+CONTROL_TIMEOUT_S = 5.0
+CONNECT_PAUSE_S = 0.05
+_logger = logging.getLogger("sie.sidecar.link")
+
+
+class AdapterGone(Exception):
+    """The adapter closed the connection or does not listen. What was sent may have run, and did not answer.
+
+    `died`: it was the adapter that closed. False when we gave up on a frozen one, which proves nothing about the work it had.
+    """
+
+    def __init__(self, message: str, *, died: bool = True) -> None:
+        super().__init__(message)
+        self.died = died
+
+
+class _Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._closed_by_us = False
+
+    async def send(self, message: ipc.Request) -> None:
+        try:
+            self._writer.write(ipc.frame(message))
+            await self._writer.drain()
+        except OSError as error:
+            raise AdapterGone(f"sending failed: {error}", died=not self._closed_by_us) from error
+
+    async def receive(self) -> ipc.Reply:
+        try:
+            return ipc.reply(await ipc.read_frame(self._reader))
+        except (OSError, EOFError, ipc.FrameError) as error:
+            raise AdapterGone(str(error), died=not self._closed_by_us) from error
+
+    def close(self) -> None:
+        self._closed_by_us = True
+        self._writer.close()
+
+
+async def _connect(path: str) -> _Connection:
+    try:
+        return _Connection(*await asyncio.open_unix_connection(path, limit=1 << 20))
+    except OSError as error:
+        raise AdapterGone(f"{path}: {error.strerror or error}") from error
+
+
+class AdapterLink:
+    """All connections to one adapter. A lost one loses all: residency is gone with the process, and `on_change(False)` says so once."""
+
+    def __init__(self, path: str, *, size: int, ping_s: float, stale_s: float, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.description: ipc.Description | None = None
+        self._size = size
+        self._ping_s = ping_s
+        self._stale_s = stale_s
+        self._clock = clock
+        self._idle: asyncio.LifoQueue[_Connection] = asyncio.LifoQueue()
+        self._all: list[_Connection] = []
+        self._control: _Connection | None = None
+        self._control_lock = asyncio.Lock()  # one question at a time
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always left to batches
+        self._lost = asyncio.Event()
+        self._last_pong_s = -1e9
+        self._up = asyncio.Event()
+        self.listeners: list[Callable[[bool], None]] = []
+
+    @property
+    def connected(self) -> bool:
+        return self._control is not None
+
+    async def wait_connected(self) -> None:
+        await self._up.wait()
+
+    def is_fresh(self) -> bool:
+        """Whether the adapter has answered a ping in time."""
+        return self._clock() - self._last_pong_s < self._stale_s
+
+    async def run(self, stop: Stop) -> None:
+        """Connect, ping, reconnect, until cancelled. The path is named once for each time the adapter is away."""
+        said = False
+        while True:
+            try:
+                await self._open()
+            except AdapterGone as error:
+                if not said:
+                    _logger.warning("waiting for the adapter: %s", error)
+                    said = True
+                if await stop.wait_for(CONNECT_PAUSE_S):
+                    return
+                continue
+            said = False
+            _logger.info("adapter connected: %s", self.description and self.description.device)
+            self._tell(True)
+            await self._ping_until_lost()
+            self._close()
+            self._tell(False)
+            _logger.warning("the adapter is gone")
+
+    def _tell(self, connected: bool) -> None:
+        for listener in self.listeners:
+            listener(connected)
+
+    async def _open(self) -> None:
+        control = await _connect(self.path)
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await control.send(ipc.Describe())
+                description = await control.receive()
+            if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
+                raise AdapterGone(f"{self.path}: another protocol, this sidecar speaks {ipc.PROTOCOL}")
+            connections = [await _connect(self.path) for _ in range(self._size)]
+        except TimeoutError as error:
+            control.close()
+            raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
+        except AdapterGone:
+            control.close()
+            raise
+        self._lost.clear()
+        self._control, self._all, self.description = control, connections, description
+        self._idle = asyncio.LifoQueue()
+        for connection in connections:
+            self._idle.put_nowait(connection)
+        self._last_pong_s = self._clock()
+        self._up.set()
+
+    def _close(self) -> None:
+        self._up.clear()
+        for connection in [*self._all, *([self._control] if self._control else [])]:
+            connection.close()
+        self._control, self._all = None, []
+
+    async def _ping_until_lost(self) -> None:
+        while not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), self._ping_s)
+                return
+            try:
+                pong = await self.ask(ipc.Ping())
+            except AdapterGone:
+                return
+            if isinstance(pong, ipc.Pong):
+                self._last_pong_s = self._clock()
+
+    async def ask(self, question: ipc.Request) -> ipc.Reply:
+        """A short question on the control connection. Raises AdapterGone, SIEError."""
+        async with self._control_lock:
+            control = self._control
+            if control is None:
+                raise AdapterGone(f"{self.path}: not connected")
+            try:
+                # the answer is awaited without cancelling: giving up in the middle of a frame would desynchronise the connection
+                answer = asyncio.ensure_future(self._exchange(control, question))
+                done, _ = await asyncio.wait([answer], timeout=CONTROL_TIMEOUT_S)
+                if not done:
+                    answer.cancel()
+                    self._lost.set()
+                    raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s")
+                return _unwrapped(answer.result())
+            except AdapterGone:
+                self._lost.set()
+                raise
+
+    @staticmethod
+    async def _exchange(connection: _Connection, question: ipc.Request) -> ipc.Reply:
+        await connection.send(question)
+        return await connection.receive()
+
+    @contextlib.asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[_Connection]:
+        if not self.connected:
+            raise AdapterGone(f"{self.path}: not connected")
+        pool = self._idle
+        getting = asyncio.ensure_future(pool.get())
+        lost = asyncio.ensure_future(self._lost.wait())
+        await asyncio.wait([getting, lost], return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if not getting.done():
+            getting.cancel()
+            raise AdapterGone(f"{self.path}: lost")
+        connection = getting.result()
+        try:
+            yield connection
+        except AdapterGone:
+            self._lost.set()
+            raise
+        except BaseException:
+            connection.close()  # an answer may still arrive on it
+            self._lost.set()
+            raise
+        pool.put_nowait(connection)
+
+    async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
+        """Load a model, however long that takes. Raises AdapterGone, or the SIEError of a failed load."""
+        async with self._loads, self._borrowed() as connection:
+            answer = await self._exchange(connection, question)
+        ready = _unwrapped(answer)
+        if not isinstance(ready, ipc.Ready):
+            raise AdapterGone(f"{self.path}: answered EnsureReady with {type(ready).__name__}")
+        return ready
+
+    async def run_batch(self, batch: ipc.RunBatch, on_started: Callable[[], None]) -> ipc.BatchDone:
+        """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a refused batch."""
+        async with self._borrowed() as connection:
+            await connection.send(batch)
+            answer = await connection.receive()
+            if isinstance(answer, ipc.BatchStarted):
+                on_started()
+                answer = await connection.receive()
+        done = _unwrapped(answer)
+        if not isinstance(done, ipc.BatchDone):
+            raise AdapterGone(f"{self.path}: answered RunBatch with {type(done).__name__}")
+        return done
+
+
+def _unwrapped(answer: ipc.Reply) -> ipc.Reply:
+    if isinstance(answer, ipc.Refused):
+        raise SIEError.from_info(answer.error)
+    return answer

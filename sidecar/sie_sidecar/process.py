@@ -1,0 +1,170 @@
+"""The sidecar process: find broker, adapter and catalogue, pull, drain."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.errors import ModelNotFound, SIEError
+from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, HttpConfigSource, packaged_catalogue
+from sie_contracts.runtime.http import App, HttpServer, Receive, Scope, Send, probes
+from sie_contracts.runtime.process import Stop, Tasks, retry
+from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
+from sie_contracts.topology import Lane
+from sie_sidecar.batch import Limits
+from sie_sidecar.health import Health
+from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.worker import Worker
+
+DRAIN_S = 9.0
+REFILL_S = 1.0
+_logger = logging.getLogger("sie.sidecar")
+
+
+def limits_of(settings: Settings, mode: Mode) -> Limits:
+    """The batch bounds: standalone and queue mode have knobs of their own; the cost budget holds in both."""
+    if mode == "standalone":
+        requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
+    else:
+        requests, wait_ms = settings.batcher_max_batch_requests, settings.batcher_coalesce_ms
+    return Limits(settings.max_batch_cost, requests, wait_ms / 1000, settings.bulk_max_overtakes)
+
+
+async def serve(settings: Settings, broker: Broker, source: ConfigSource | None, stop: Stop, *, mode: Mode = "queue") -> int:
+    """Serve the lane until `stop`, then drain. Returns the exit status. Raises SettingError."""
+    worker_id = settings.worker_id or default_worker_id()
+    lane = Lane(settings.pool, settings.profile, settings.bundle)
+    metrics = Metrics()
+    feed = CatalogueFeed(
+        broker, source, trusted=settings.nats_config_trusted_producers, poll_s=settings.worker_config_poll_interval_ms / 1000,
+        full_export_s=settings.worker_config_full_export_interval_ms / 1000, initial=packaged_catalogue() if source is None else None,
+        bundle=settings.bundle,
+    )  # fmt: skip
+    ping_s = settings.worker_ping_interval_ms / 1000
+    link = AdapterLink(
+        settings.ipc_socket_path, size=settings.pool_size, ping_s=ping_s, stale_s=ping_s * settings.worker_readyz_stale_mult,
+        clock=time.monotonic,
+    )  # fmt: skip
+    health = Health(settings, broker, lane, worker_id, link, feed)
+    http = HttpServer(_app(health, metrics), "0.0.0.0", settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT")
+    await http.start()
+    tasks = Tasks(_logger, stop.request)
+    try:
+        tasks.start(feed.run(stop), "catalogue feed")
+        link.listeners.append(lambda _: health.changed())
+        tasks.start(link.run(stop), "adapter link")
+        tasks.start(health.run(), "heartbeats")
+        worker = Worker(
+            settings, broker, feed, link, lane, worker_id, limits_of(settings, mode), metrics, on_failure=stop.request,
+            on_change=health.changed,
+        )  # fmt: skip
+        stream = topology.stream_name(lane.pool)
+        await retry(lambda: _verified(broker, stream), errors=(BrokerError,), stop=stop, logger=_logger, what=f"waiting for {stream}")
+        if not stop.requested:
+            await worker.start()
+            health.worker = worker
+            await _preload(settings, feed, link, worker, health, stop)
+            tasks.start(_upkeep(settings, worker, stop), "upkeep")
+            _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
+            await stop.wait()
+        _logger.info("sidecar draining, %d work items held", worker.depth)
+        health.leaving = True
+        await health.publish()
+        await worker.drain(DRAIN_S)
+        await broker.flush()
+    finally:
+        await tasks.cancel()
+        await http.stop()
+    return 1 if tasks.failed else 0
+
+
+async def _verified(broker: Broker, stream: str) -> bool:
+    """The gateway makes the stream; a worker only makes sure that it is there."""
+    await broker.stream_state(stream)
+    return True
+
+
+async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: Health, stop: Stop) -> None:
+    """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process, a failed load shows in readiness."""
+    if not settings.preload_models:
+        return
+    health.preloading = ", ".join(settings.preload_models)
+    while not feed.loaded and not await stop.wait_for(0.05):
+        pass
+    if stop.requested:
+        return
+    resolved = [_known(feed.catalogue, name) for name in settings.preload_models]
+    for index, wanted in enumerate(resolved):
+        health.preloading = ", ".join(each.canonical for each in resolved[index:])
+        while not stop.requested:
+            try:
+                await worker.hosting.ensure(worker.hosting.of(wanted))
+                break
+            except AdapterGone:
+                await link.wait_connected()
+            except SIEError as error:
+                _logger.error("preloading %s failed: %s", wanted.canonical, error)
+                await stop.wait_for(5.0)
+    health.preloading = ""
+    health.changed()
+
+
+def _known(catalogue: Catalogue, name: str) -> Resolved:
+    try:
+        return catalogue.resolve(name)
+    except ModelNotFound as error:
+        raise SettingError("SIE_PRELOAD_MODELS", error.message) from error
+
+
+async def _upkeep(settings: Settings, worker: Worker, stop: Stop) -> None:
+    """Once a second: credit that depends on time, and models that have been idle too long."""
+    rounds = 0
+    while not await stop.wait_for(REFILL_S):
+        worker.refill()
+        rounds += 1
+        if rounds % 10 == 0:
+            try:
+                await worker.find_consumers()
+            except BrokerError as error:
+                _logger.warning("the consumers could not be listed: %s", error)
+        if settings.idle_evict_s is None:
+            continue
+        for hosted in worker.hosting.idle(settings.idle_evict_s):
+            _logger.info("%s was idle for %d s and is unloaded", hosted.name, settings.idle_evict_s)
+            try:
+                await worker.hosting.release(hosted)
+            except (AdapterGone, SIEError) as error:
+                _logger.warning("%s could not be unloaded: %s", hosted.name, error)
+
+
+def _app(health: Health, metrics: Metrics) -> App:
+    inner = probes(health.not_ready, metrics.registry)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        health.export(metrics)
+        await inner(scope, receive, send)
+
+    return app
+
+
+async def run(settings: Settings, stop: Stop) -> int:
+    """The sidecar against NATS. Raises SettingError."""
+    from sie_contracts.broker.nats import connect
+
+    if settings.nats_url is None:
+        raise SettingError("SIE_NATS_URL", "a sidecar needs a broker")
+    url = settings.nats_url
+    broker: Broker | None = await retry(
+        lambda: connect(url, name="sie-sidecar"), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
+    )
+    if broker is None:
+        return 0
+    source = HttpConfigSource(settings.config_service_url, settings.config_read_token) if settings.config_service_url else None
+    try:
+        return await serve(settings, broker, source, stop)
+    finally:
+        await broker.close()

@@ -1,0 +1,531 @@
+"""A work item's way through the worker. All state belongs to one event loop; every path out of a stage resolves what it held.
+
+    delivery ─► held (leased) ─► prepared: model loaded, texts tokenised ─► waiting ─► batch at the adapter ─► answered, acked
+                     │                    └─► load failed: answered with the error          │
+                     └─► unknown here: handed back                adapter died: suspects run alone, the second death is poison
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from sie_contracts import ipc, messages, topology
+from sie_contracts.broker import Broker, Delivery, Pulls
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.messages import ArraySlice, BatchNote, Failed, Ok, Outcome, Stages, WorkItem, WorkResult
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.runtime.process import Tasks
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_sidecar import batch as batches
+from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting
+from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.lease import Lease, Leases
+from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.settlement import Settlement
+from sie_sidecar.tokens import TokenizerPool, Tokens
+
+HAND_BACK_DELAY_S = 0.5
+POISON_DEATHS = 2
+ACTIVE_S = 1.0  # a consumer that delivered this recently gets credit, others hold one probe
+_logger = logging.getLogger("sie.sidecar.worker")
+
+
+@dataclass
+class Held:
+    """A work item in our hands, with the marks from which its stages are told. `texts` and `tokens` are by position in the chunk."""
+
+    lease: Lease
+    item: WorkItem
+    received_s: float
+    deadline_s: float
+    hosted: Hosted | None = None
+    tokens: list[Tokens] = field(default_factory=list)
+    loaded_s: float = 0.0
+    tokenised_s: float = 0.0
+    sealed_s: float = 0.0
+    deaths: int = 0
+    counted: int = 0  # its share of the cost that waits for the device
+
+
+class _Consumer:
+    """What is known of one durable consumer: how its deliveries look lately."""
+
+    def __init__(self) -> None:
+        self.mean_cost = 0.0
+        self.pending = 0
+        self.delivered_s = -1e9
+
+    def note(self, cost: int, pending: int, now_s: float) -> None:
+        self.mean_cost = cost if not self.mean_cost else 0.9 * self.mean_cost + 0.1 * cost
+        self.pending, self.delivered_s = pending, now_s
+
+
+class Worker:
+    """Pulls, prepares, batches, runs and answers."""
+
+    def __init__(
+        self, settings: Settings, broker: Broker, feed: CatalogueFeed, link: AdapterLink, lane: Lane, worker_id: str, limits: Limits,
+        metrics: Metrics, on_failure: Callable[[], None], on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._broker = broker
+        self._feed = feed
+        self._link = link
+        self._lane = lane
+        self._id = worker_id
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self.leases = Leases(float(settings.ack_wait_s), link.is_fresh, clock)
+        self.hosting = Hosting(link, clock, on_change)
+        self._settlement = Settlement(broker, self.leases, metrics, clock)
+        self._tokenizers = TokenizerPool(settings.preprocessor_workers)
+        self._waiting: Waiting[Held] = Waiting()
+        self._arrived: list[Held] = []
+        self._arrival = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._tokenising = 0
+        self._held_cost = 0
+        self._sent = 0
+        self._batch_number = 0
+        self._work = Tasks(_logger, on_failure)
+        self._loops = Tasks(_logger, on_failure)
+        self._consumers: dict[str, _Consumer] = {}
+        self._pulls: Pulls | None = None
+        self._pulling = True
+        link.listeners.append(self._on_link)
+
+    # pulling
+
+    async def start(self) -> None:
+        """Begin to pull. The lane's stream must exist."""
+        stream = topology.stream_name(self._lane.pool)
+        self._pulls = self._broker.pulls(stream, self._on_delivery)
+        self._loops.start(self._prepare_arrivals(), "intake")
+        self._loops.start(self._dispatch(), "dispatch")
+        self._loops.start(self.leases.run(), "leases")
+        await self._broker.watch_consumers(stream, self._on_consumer)
+        self._broker.on_reconnect(self.find_consumers)
+        await self.find_consumers()
+
+    async def find_consumers(self) -> None:
+        """Learn which durable consumers of this lane exist. Raises BrokerError."""
+        for name in await self._broker.consumers(topology.stream_name(self._lane.pool)):
+            await self._on_consumer(name, True)
+
+    async def _on_consumer(self, name: str, exists: bool) -> None:
+        if not name.startswith(self._lane.consumer_prefix()):
+            return
+        if exists:
+            self._consumers.setdefault(name, _Consumer())
+        else:
+            self._consumers.pop(name, None)
+            if self._pulls is not None:
+                self._pulls.want(name, 0)
+        self.refill()
+
+    def refill(self) -> None:
+        """Have the right credit outstanding: none while the adapter is away, a probe for quiet consumers, room for active ones."""
+        if self._pulls is None or not self._pulling:
+            return
+        now_s = self._clock()
+        lanes = self._link.description.lanes if self._link.description else 1
+        active = sum(1 for consumer in self._consumers.values() if now_s - consumer.delivered_s < ACTIVE_S)
+        for name, consumer in self._consumers.items():
+            if not self._link.connected:
+                target = 0
+            else:
+                is_active = now_s - consumer.delivered_s < ACTIVE_S
+                target = batches.credit(held_cost=self._held_cost, mean_cost=consumer.mean_cost, limits=self._limits, lanes=lanes)
+                target = min(target, max(1, target // max(1, active))) if is_active else min(target, 1)
+            # refilled in strides, so that a busy consumer costs one pull for many messages
+            if target == 0 or self._pulls.outstanding(name) <= target // 2:
+                self._pulls.want(name, target)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        now_s = self._clock()
+        self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
+        if (known := self.leases.adopt(delivery)) is not None:
+            _logger.info("delivery %d of work that is already in hand: its lease had lapsed", known.delivery.delivered)
+            return
+        lease = self.leases.hold(delivery)
+        try:
+            item = messages.decode_work(delivery.data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _logger.error("a work item could not be read and is removed: %s", error)
+            self._work.start(self.leases.refuse(lease, "not a work item"), "refuse")
+            return
+        consumer = self._consumers.setdefault(delivery.consumer, _Consumer())
+        consumer.note(item.cost, delivery.pending, now_s)
+        held = Held(lease, item, now_s, now_s + item.budget_ms / 1000)
+        self._count(held, item.cost)
+        self._arrived.append(held)
+        self._arrival.set()
+
+    def _count(self, held: Held, cost: int) -> None:
+        self._held_cost += cost - held.counted
+        held.counted = cost
+
+    # preparing
+
+    async def _prepare_arrivals(self) -> None:
+        while True:
+            await self._arrival.wait()
+            self._arrival.clear()
+            arrived, self._arrived = self._arrived, []
+            groups: dict[tuple[str, str, int, str, int], list[Held]] = defaultdict(list)
+            for held in arrived:
+                item, options = held.item, held.item.options
+                groups[item.model, item.profile, item.config_revision, options.truncate, options.max_tokens].append(held)
+            for group in groups.values():
+                self._work.start(self._prepare(group), "prepare")
+            self.refill()
+
+    async def _prepare(self, group: list[Held]) -> None:
+        """Bring work items of one model and one truncation to the waiting queue, or answer them with why not."""
+        try:
+            hosted = self._host(group)
+            if hosted is None:
+                for held in group:
+                    await self._hand_back(held)
+                return
+            await self._ensure_ready(hosted)
+            loaded_s = self._clock()
+            self._tokenising += 1
+            try:
+                await self._tokenise(group, hosted)
+            finally:
+                self._tokenising -= 1
+            for held in group:
+                held.loaded_s = loaded_s
+                held.tokenised_s = self._clock()
+                self._enqueue(held)
+        except SIEError as error:
+            self._answer_all(group, error)
+        except Exception:  # the root of a task: what it held must be answered
+            _logger.exception("preparing failed")
+            self._answer_all(group, InternalFailure("the worker failed while preparing the input"))
+        self._wake.set()
+
+    def _host(self, group: list[Held]) -> Hosted | None:
+        """The residency for this work, or None if this worker's catalogue does not know that revision of the model."""
+        item = group[0].item
+        entry = self._feed.catalogue.entries.get(item.model)
+        if entry is None or entry.revision != item.revision:
+            return None
+        hosted = self.hosting.of(self._feed.catalogue.resolve_profile(entry, item.profile, item.model))
+        for held in group:
+            held.hosted = hosted
+            hosted.held += 1
+        return hosted
+
+    async def _ensure_ready(self, hosted: Hosted) -> None:
+        """As Hosting.ensure, over any number of adapters: leases bound the wait, not this loop."""
+        while True:
+            try:
+                await self.hosting.ensure(hosted)
+            except AdapterGone:
+                await self._link.wait_connected()
+            else:
+                return
+
+    async def _tokenise(self, group: list[Held], hosted: Hosted) -> None:
+        assert hosted.tokenizer is not None
+        options = group[0].item.options
+        texts = [
+            held.item.options.prefix + (given.text or "") + held.item.options.suffix for held in group for given in held.item.inputs
+        ]
+        tokens = await self._tokenizers.encode(hosted.tokenizer, texts, options.truncate, options.max_tokens)
+        start = 0
+        for held in group:
+            count = len(held.item.inputs)
+            held.tokens = tokens[start : start + count]
+            start += count
+
+    def _enqueue(self, held: Held) -> None:
+        item = held.item
+        if item.options.truncate == "NONE" and any(tokens.truncated for tokens in held.tokens):
+            runnable = [tokens for tokens in held.tokens if not tokens.truncated]
+            if not runnable:
+                self._settle(held, tuple(map(_too_long, held.tokens)), b"")
+                return
+        self._waiting.add(self._job(held, self._clock()))
+
+    def _job(self, held: Held, arrived_s: float) -> Job[Held]:
+        assert held.hosted is not None
+        item = held.item
+        key = BatchKey(held.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora)
+        cost = sum(len(tokens.ids) for tokens in _runnable(held))
+        self._count(held, cost)
+        return Job(key, cost, arrived_s, held, bulk=item.priority == "bulk", alone=held.deaths > 0)
+
+    # running
+
+    def _device(self) -> Device:
+        lanes = self._link.description.lanes if self._link.description else 1
+        depth = min(self._settings.rust_pipeline_depth * lanes, self._settings.max_concurrent_batches, self._settings.pool_size)
+        return Device(self._sent, min(lanes, depth), depth if self._link.connected else 0, self._more_expected())
+
+    def _more_expected(self) -> bool:
+        if self._arrived or self._tokenising:
+            return True
+        pulls = self._pulls
+        return pulls is not None and any(
+            consumer.pending > 0 and pulls.outstanding(name) > 0 for name, consumer in self._consumers.items()
+        )
+
+    async def _dispatch(self) -> None:
+        while True:
+            self._wake.clear()
+            action = batches.next_batch(self._waiting, self._clock(), self._limits, self._device())
+            if isinstance(action, Batch):
+                for job in action.jobs:
+                    self._count(job.work, 0)
+                self._sent += 1
+                self._work.start(self._run(action), "batch")
+                self.refill()
+                continue
+            timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, Wait) else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout_s)
+
+    async def _run(self, batch: Batch[Held]) -> None:
+        jobs = [job.work for job in batch.jobs]
+        sealed_s = self._clock()
+        for held in jobs:
+            held.sealed_s = sealed_s
+            if held.hosted is not None:
+                held.hosted.used_s = sealed_s
+        self._metrics.batches.set(self._sent)
+        started = False
+
+        def on_started() -> None:
+            nonlocal started
+            started = True
+
+        self._batch_number += 1
+        frame, note = self._frame(batch, f"{self._id}-{self._batch_number}")
+        try:
+            done = await self._link.run_batch(frame, on_started)
+            self._answer_batch(jobs, done, note)
+        except AdapterGone as gone:
+            self._on_gone(jobs, suspects=started and gone.died)
+        except SIEError as error:
+            if error.code == "MODEL_LOADING":  # evicted since it was prepared
+                self._again(jobs)
+            else:
+                self._answer_all(jobs, error)
+        except Exception:  # the root of a task: what it held must be answered
+            _logger.exception("a batch failed")
+            self._answer_all(jobs, InternalFailure("the worker failed while running the batch"))
+        finally:
+            self._sent -= 1
+            self._metrics.batches.set(self._sent)
+            self._wake.set()
+
+    @staticmethod
+    def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
+        ids, epilogues, start = [], [], 0
+        for job in batch.jobs:
+            run, options = _runnable(job.work), job.work.item.options
+            ids += [tokens.ids for tokens in run]
+            epilogues.append(ipc.EpilogueGroup(start, start + len(run), options.outputs, options.normalize, options.dimensions))
+            start += len(run)
+        lengths = np.array([len(each) for each in ids], dtype=np.int32)
+        attention = int(np.square(lengths, dtype=np.int64).sum())
+        note = BatchNote(name, len(ids), len(batch.jobs), batch.cost, attention)
+        return (
+            ipc.RunBatch(
+                name, batch.key.residency, "encode", lengths.tobytes(), np.concatenate(ids).tobytes(), tuple(epilogues),
+                batch.key.pooling, batch.key.lora, batch.jobs[0].work.item.traceparent,
+            ),
+            note,
+        )  # fmt: skip
+
+    def _on_gone(self, jobs: list[Held], *, suspects: bool) -> None:
+        """The adapter went away with this batch. If the device had it, its items are suspects: alone from now on, poison at the second."""
+        self._metrics.adapter_deaths.inc()
+        poisoned = []
+        for held in jobs:
+            held.deaths += suspects
+            if held.deaths >= POISON_DEATHS:
+                poisoned.append(held)
+        if poisoned:
+            _logger.error("%d work items ended two adapters and are refused", len(poisoned))
+            self._answer_all(poisoned, InferenceFailed("this input ended the inference process twice", reason="poison"))
+        self._again([held for held in jobs if held.deaths < POISON_DEATHS])
+
+    def _again(self, jobs: list[Held]) -> None:
+        for held in jobs:
+            if held.hosted is not None:
+                held.hosted.unload()
+            self._work.start(self._once_ready(held), "again")
+
+    async def _once_ready(self, held: Held) -> None:
+        assert held.hosted is not None
+        try:
+            await self._ensure_ready(held.hosted)
+        except SIEError as error:
+            self._answer_all([held], error)
+            return
+        self._waiting.put_back(self._job(held, held.received_s))
+        self._wake.set()
+
+    def _on_link(self, connected: bool) -> None:
+        self.refill()
+        self._wake.set()
+
+    # answering
+
+    def _answer_batch(self, jobs: list[Held], done: ipc.BatchDone, note: BatchNote) -> None:
+        if len(done.outcomes) != note.items:
+            raise RuntimeError(f"the adapter answered {note.items} items with {len(done.outcomes)} outcomes")
+        view, start = memoryview(done.block), 0
+        for held in jobs:
+            count = len(_runnable(held))
+            outcomes, block = _cut(done.outcomes[start : start + count], view)
+            start += count
+            merged = _merge(held, list(outcomes)) if held.item.options.truncate == "NONE" else _with_usage(held.tokens, outcomes)
+            self._settle(held, merged, block, done, note)
+        if jobs and jobs[0].hosted is not None:
+            self._metrics.batch_size.labels(jobs[0].hosted.name).observe(note.items)
+            self._metrics.tokens.labels(jobs[0].hosted.name).inc(note.tokens)
+
+    def _answer_all(self, group: list[Held], error: SIEError) -> None:
+        """The same error for every input."""
+        info = error.info()
+        for held in group:
+            self._settle(held, tuple(Failed(info) for _ in held.item.inputs), b"")
+
+    def _settle(
+        self, held: Held, outcomes: tuple[Outcome, ...], block: bytes, done: ipc.BatchDone | None = None, note: BatchNote | None = None
+    ) -> None:
+        item, hosted, now_s = held.item, held.hosted, self._clock()
+        self._count(held, 0)
+        stages = _stages(held, now_s, done)
+        loaded = hosted.ready.loaded if hosted and hosted.ready else None
+        batch = msgspec.structs.replace(note or BatchNote(), deliveries=held.lease.delivery.delivered)
+        fingerprint = loaded.fingerprint if loaded else ""
+        result = WorkResult(
+            item.request, item.chunk, self._id, outcomes, block, item.attempt, item.revision, fingerprint, stages, batch
+        )
+        name = hosted.name if hosted else "other"
+        failed = any(isinstance(outcome, Failed) for outcome in outcomes)
+        self._metrics.requests.labels(name, item.operation, "error" if failed else "success").inc()
+        for phase in ("preprocess", "batch_wait", "inference", "postprocess", "worker"):
+            self._metrics.duration.labels(name, item.operation, phase).observe(getattr(stages, f"{phase}_ms") / 1000)
+        self._work.start(self._answer(held, result), "answer")
+
+    async def _answer(self, held: Held, result: WorkResult) -> None:
+        try:
+            await self._settlement.answer(held.lease, held.item, result, held.deadline_s)
+        finally:
+            self._let_go(held)
+
+    async def _hand_back(self, held: Held) -> None:
+        self._count(held, 0)
+        self._metrics.settlements.labels("handed_back").inc()
+        await self.leases.hand_back(held.lease, HAND_BACK_DELAY_S)
+        self._let_go(held)
+
+    @staticmethod
+    def _let_go(held: Held) -> None:
+        if held.hosted is not None:
+            held.hosted.held -= 1
+            held.hosted = None
+
+    # ending
+
+    @property
+    def depth(self) -> int:
+        return len(self.leases)
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop pulling, finish what is held, hand back what does not finish in time."""
+        self._pulling = False
+        if self._pulls is not None:
+            await self._pulls.stop()
+        try:
+            await asyncio.wait_for(self.leases.empty.wait(), grace_s)
+        except TimeoutError:
+            _logger.warning("draining took longer than %.0f s: %d work items are handed back", grace_s, len(self.leases))
+        await self._work.cancel()
+        for lease in self.leases.all():
+            await self.leases.hand_back(lease)
+        await self._loops.cancel()
+        self._tokenizers.close()
+
+
+def _runnable(held: Held) -> list[Tokens]:
+    if held.item.options.truncate == "NONE":
+        return [tokens for tokens in held.tokens if not tokens.truncated]
+    return held.tokens
+
+
+def _too_long(tokens: Tokens) -> Failed:
+    limit = len(tokens.ids)
+    error = InvalidInput(
+        f"the input has {tokens.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": tokens.full, "limit": limit}
+    )
+    return Failed(error.info())
+
+
+def _with_usage(tokens: list[Tokens], outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    return tuple(
+        msgspec.structs.replace(outcome, tokens=len(each.ids), truncated=each.truncated) if isinstance(outcome, Ok) else outcome
+        for each, outcome in zip(tokens, outcomes, strict=True)
+    )
+
+
+def _merge(held: Held, outcomes: list[Outcome]) -> tuple[Outcome, ...]:
+    """Outcomes of a chunk of which some inputs were too long to run."""
+    ran = iter(_with_usage(_runnable(held), tuple(outcomes)))
+    return tuple(_too_long(tokens) if tokens.truncated else next(ran) for tokens in held.tokens)
+
+
+def _cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
+    """These outcomes with a block of their own: consecutive items have consecutive slices."""
+    slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
+    if not slices:
+        return outcomes, b""
+    low = min(piece.offset for piece in slices)
+    high = max(piece.offset + _size(piece) for piece in slices)
+    moved = tuple(
+        msgspec.structs.replace(
+            outcome, outputs={name: ArraySlice(piece.dtype, piece.shape, piece.offset - low) for name, piece in outcome.outputs.items()}
+        )
+        if isinstance(outcome, Ok)
+        else outcome
+        for outcome in outcomes
+    )
+    return moved, bytes(block[low:high])
+
+
+def _size(piece: ArraySlice) -> int:
+    return int(np.prod(piece.shape, dtype=np.int64)) * np.dtype(piece.dtype).itemsize
+
+
+def _stages(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:
+    """Contiguous marks: received, loaded, tokenised, sealed, answered. The adapter tells what part of the last was the forward pass."""
+    loaded_s = held.loaded_s or held.received_s
+    tokenised_s = held.tokenised_s or loaded_s
+    sealed_s = held.sealed_s or tokenised_s
+    return Stages(
+        load_ms=(loaded_s - held.received_s) * 1000,
+        preprocess_ms=(tokenised_s - loaded_s) * 1000,
+        batch_wait_ms=(sealed_s - tokenised_s) * 1000,
+        inference_ms=done.inference_ms if done else 0.0,
+        postprocess_ms=done.postprocess_ms if done else 0.0,
+        worker_ms=(now_s - held.received_s) * 1000,
+    )
