@@ -84,7 +84,8 @@ class Engine:
         return self.lanes.stop(timeout_s)
 
 
-def prepare_torch() -> None:
-    """Settle what torch keeps per process: one thread per operation, since lanes are the parallelism."""
+def prepare_process() -> None:
+    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, and the allocator."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    devices.keep_freed_memory()

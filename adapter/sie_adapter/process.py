@@ -56,7 +56,7 @@ def _prepare(settings: Settings) -> Engine:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    engines.prepare_torch()
+    engines.prepare_process()
     engine = engines.Engine(settings)
     # what was imported stays: no collection needs to look at it again, which keeps pauses of the lanes short
     gc.collect()

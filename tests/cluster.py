@@ -1,0 +1,175 @@
+"""A real `sie serve` under test: its own data directory, free ports, its log, its processes. Ends only what it started, by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+SIE = str(Path(sys.executable).with_name("sie"))
+MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def free_ports(count: int) -> list[int]:
+    """Consecutive loopback ports that are free now."""
+    while True:
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            base = first.getsockname()[1]
+            try:
+                for offset in range(1, count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", base + offset))
+            except (OSError, OverflowError):
+                continue
+            return [base + offset for offset in range(count)]
+
+
+def until(condition: Callable[[], object], timeout_s: float, what: str) -> object:
+    """Poll for a state of other processes. Raises AssertionError, naming it, at the time-out."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Cluster:
+    """One run of `sie serve`."""
+
+    def __init__(self, data_dir: Path, *args: str, environ: dict[str, str] | None = None, gateways: int = 1, workers: int = 1) -> None:
+        self.data_dir = data_dir
+        self.port, *_ = free_ports(gateways)
+        self.worker_port, *_ = free_ports(workers)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.urls = [f"http://127.0.0.1:{self.port + number}" for number in range(gateways)]
+        self.argv = [
+            SIE, "serve", "--port", str(self.port), "--data-dir", str(data_dir), "--gateway-metrics-port", "0",
+            "--worker-metrics-port", str(self.worker_port), "--gateways", str(gateways), "--workers", str(workers), *args,
+        ]  # fmt: skip
+        self.environ = {**os.environ, **(environ or {})}
+        self.lines: list[str] = []
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, timeout_s: float = 60.0) -> Cluster:
+        self.process = subprocess.Popen(
+            self.argv, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._reader.start()
+        until(lambda: self.said("ready in") or self.process.poll() is not None, timeout_s, "ready")
+        assert self.process.poll() is None, self.log()
+        return self
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self.lines.append(line.rstrip("\n"))
+
+    def said(self, text: str) -> bool:
+        return any(text in line for line in self.lines)
+
+    def log(self, count: int = 60) -> str:
+        return "\n".join(self.lines[-count:])
+
+    def pids(self, role: str) -> list[int]:
+        """Processes of a role (`gateway`, `sidecar`, `adapter`, `config`, `nats-server`), oldest first."""
+        assert self.process is not None
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                argv = child.cmdline()
+                named = role == "nats-server" and argv and argv[0].endswith("nats-server")
+                if named or (len(argv) > 2 and argv[1].endswith("sie") and argv[2] == role):
+                    found.append((child.create_time(), child.pid))
+        return [pid for _, pid in sorted(found)]
+
+    def signal(self, pid: int, number: int) -> None:
+        os.kill(pid, number)
+
+    def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM, wait, status. The processes that were there are checked to be gone."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            return self.process.returncode
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            self.process.kill()
+            raise
+        self._reader.join(5)
+        _, alive = psutil.wait_procs(children, timeout=2)
+        assert not alive, f"still alive: {alive}\n{self.log()}"
+        return status
+
+    def health(self) -> dict[str, object]:
+        return httpx.get(f"{self.url}/health", timeout=5).json()
+
+    def encode(self, texts: list[str], *, url: str = "", client: httpx.Client | None = None, **headers: str) -> httpx.Response:
+        post = client.post if client else httpx.post
+        body = json.dumps({"items": [{"text": text} for text in texts]})
+        return post(f"{url or self.url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=180)
+
+    def consumers(self) -> list[dict[str, object]]:
+        """Durable consumers of all work streams, as the broker's monitor tells."""
+        monitor = self.health()["nats_monitor_url"]
+        answer = httpx.get(f"{monitor}/jsz?consumers=true&config=true", timeout=5).json()
+        streams = [stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])]
+        return [consumer for stream in streams if stream["name"].startswith("WORK_") for consumer in stream.get("consumer_detail") or []]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a counter over all sidecars, gateways excluded, whose labels match."""
+        return sum(scraped(f"http://127.0.0.1:{port}/metrics", name, **labels) for port in [self.worker_port])
+
+    def gateway_metric(self, name: str, number: int = 0, **labels: str) -> float:
+        pattern = re.compile(r"gateway listening on \S+:(\d+), metrics on (\d+)")
+        ports = [match.groups() for line in self.lines if (match := pattern.search(line))]
+        wanted = str(self.port + number)
+        metrics_port = [metrics for port, metrics in ports if port == wanted][-1]
+        return scraped(f"http://127.0.0.1:{metrics_port}/metrics", name, **labels)
+
+
+def scraped(url: str, name: str, **labels: str) -> float:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = httpx.get(url, timeout=5).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+    )
+
+
+@contextlib.contextmanager
+def running(data_dir: Path, *args: str, **options: object) -> Iterator[Cluster]:
+    cluster = Cluster(data_dir, *args, **options)  # type: ignore[arg-type]
+    try:
+        yield cluster.start()
+    finally:
+        if cluster.process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(cluster.process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess, PermissionError):
+                        os.kill(child.pid, signal.SIGCONT)
+            cluster.stop()

@@ -1,0 +1,309 @@
+"""The API as clients see it, on the cluster and standalone alike."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import numpy as np
+import oracle
+import pytest
+from cluster import MODEL, Cluster, running
+from scipy.stats import spearmanr
+from sie_contracts import arrays
+
+TIMING_KEYS = {
+    "queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time", "total_time",
+    "queue_ms", "tokenization_ms", "inference_ms", "postprocessing_ms", "unattributed_ms", "total_ms",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["cluster", "standalone"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    args = ["--standalone"] if request.param == "standalone" else []
+    with running(tmp_path_factory.mktemp("api"), "--preload", MODEL, *args) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        yield client
+
+
+def post(client: httpx.Client, body: object, model: str = MODEL, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return client.post(f"/v1/encode/{model}", content=content, headers=headers)
+
+
+def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> None:
+    """W3, W4: ragged texts in one request, default precision of the device against float32."""
+    texts = oracle.ragged_texts(40, seed=1) + ["", "Zürich, 東京 and 😀", "First line.\nSecond line."]
+    answer = post(client, {"items": [{"text": text} for text in texts]})
+    assert answer.status_code == 200
+    got = np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
+    assert oracle.cosines(got, oracle.encode(texts)).min() >= 0.999
+
+
+def test_sts_b_spearman(client: httpx.Client) -> None:
+    left, right, gold = oracle.sts_benchmark()
+    vectors: dict[str, np.ndarray] = {}
+    texts = list(dict.fromkeys([*left, *right]))
+    for start in range(0, len(texts), 512):
+        part = texts[start : start + 512]
+        answer = post(client, {"items": part}, accept="application/msgpack")
+        slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
+        vectors |= {text: slot["dense"]["values"] for text, slot in zip(part, slots, strict=True)}
+    scores = [float(vectors[a] @ vectors[b]) for a, b in zip(left, right, strict=True)]
+    assert spearmanr(scores, gold).statistic == pytest.approx(0.820, abs=0.002)
+
+
+def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
+    """E14: one rule for the format, equal values in both."""
+    body = {"items": [{"id": "a", "text": "Hello", "metadata": {"n": 1}}, {"text": "World"}]}
+    as_json = post(client, body, accept="application/json").json()
+    answer = client.post(
+        f"/v1/encode/{MODEL}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"}
+    )
+    assert answer.headers["content-type"] == "application/msgpack"
+    raw = msgspec.msgpack.decode(answer.content)
+    dense = raw["items"][0]["dense"]["values"]
+    assert list(dense) == [b"nd", b"type", b"kind", b"shape", b"data"]
+    as_msgpack = arrays.unpack(raw)
+    assert as_json["items"][0]["id"] == as_msgpack["items"][0]["id"] == "a"
+    assert as_json["items"][0]["metadata"] == as_msgpack["items"][0]["metadata"] == {"n": 1}
+    assert "id" not in as_json["items"][1]
+    for left, right in zip(as_json["items"], as_msgpack["items"], strict=True):
+        assert np.allclose(np.array(left["dense"]["values"], np.float32), right["dense"]["values"], atol=2e-3)
+        assert right["dense"]["values"].dtype == np.float32
+    assert set(as_json["timing"]) == set(as_msgpack["timing"]) == TIMING_KEYS
+
+
+def test_curl_gets_json_without_saying_so(client: httpx.Client) -> None:
+    """E14: curl sends `Accept: */*` and a form content type."""
+    answer = post(client, {"items": ["Hello"]}, **{"content-type": "application/x-www-form-urlencoded", "accept": "*/*"})
+    assert answer.headers["content-type"] == "application/json"
+    assert len(answer.json()["items"][0]["dense"]["values"]) == 384
+
+
+def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -> None:
+    """B6, B9: the stages and the rest add up; worker, revision, fingerprint and request id are told."""
+    answer = post(client, {"items": ["Hello"]}, **{"x-request-id": "mine-1", "x-sie-explain": "1"})
+    timing = answer.json()["timing"]
+    stages = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")
+    assert sum(timing[name] for name in stages) == pytest.approx(timing["total_time"], abs=0.01)
+    assert timing["inference_time"] > 0
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert answer.headers["x-sie-model"] == MODEL
+    assert answer.headers["x-sie-model-revision"] == "8b3219a92973c328a8e22fadcfa821b5dc75636a"
+    assert answer.headers["x-sie-fingerprint"] == answer.json()["fingerprint"] != ""
+    assert answer.headers["x-sie-worker"]
+    assert answer.json()["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
+    assert answer.json()["explain"][0]["batch"]["items"] >= 1
+
+
+def test_truncation_is_never_silent(client: httpx.Client) -> None:
+    """W11: cut at the sentence model's own limit of 256, reported; NONE refuses the item and tells count and limit."""
+    long, short = "retrieval " * 400, "short"
+    answer = post(client, {"items": [short, long]})
+    assert answer.json()["usage"]["truncated_items"] == [1]
+    assert answer.headers["x-sie-truncated-items"] == "1"
+    assert answer.json()["usage"]["prompt_tokens"] == 3 + 256
+    refused = post(client, {"items": [short, long], "params": {"truncate": "NONE"}}).json()["items"]
+    assert "dense" in refused[0]
+    error = refused[1]["error"]
+    assert (error["code"], error["reason"], error["tokens"], error["limit"]) == ("INVALID_INPUT", "input_too_long", 402, 256)
+    alone = post(client, {"items": [long], "params": {"truncate": "NONE"}})
+    assert (alone.status_code, alone.json()["code"], alone.json()["errors"][0]["index"]) == (400, "INVALID_INPUT", 0)
+
+
+def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> None:
+    """L1, E2: one slot per input, in order, whatever failed."""
+    body = {"items": [{"text": "a"}, {"id": "x"}, {"text": "b"}, {"images": ["aGVsbG8="]}, {"text": ""}]}
+    answer = post(client, body)
+    assert answer.status_code == 200
+    slots = answer.json()["items"]
+    assert [("dense" in slot, slot.get("error", {}).get("reason")) for slot in slots] == [
+        (True, None), (False, "empty_item"), (True, None), (False, "unsupported_modality"), (True, None)
+    ]  # fmt: skip
+    assert slots[1]["id"] == "x"
+    assert answer.headers["x-sie-failed-items"] == "2"
+    assert post(client, {**body, "params": {"on_item_error": "fail"}}).status_code == 400
+
+
+def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
+    """E19: 2,048 inputs are many messages and one answer."""
+    texts = [f"text number {number}" for number in range(2048)]
+    answer = post(client, {"items": texts}, accept="application/msgpack")
+    slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
+    assert len(slots) == 2048
+    some = list(range(0, 2048, 97))
+    expected = oracle.encode([texts[index] for index in some])
+    got = np.array([slots[index]["dense"]["values"] for index in some])
+    assert oracle.cosines(got, expected).min() >= 0.998
+
+
+def test_model_names(client: httpx.Client) -> None:
+    """E13: mis-cased, escaped, with revision, with bundle; replies echo what was asked for."""
+    revision = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
+    for name in (MODEL.upper(), MODEL.replace("/", "%2F"), f"{MODEL}@{revision}", f"default:/{MODEL}", MODEL + "/"):
+        answer = post(client, {"items": ["Hello"]}, name)
+        assert answer.status_code == 200, name
+        assert answer.headers["x-sie-model"] == MODEL
+    assert post(client, {"items": ["Hello"]}, f"{MODEL}@main").json()["error"]["reason"] == "revision_not_found"
+    assert post(client, {"items": ["Hello"]}, f"{MODEL}:nope").json()["error"]["reason"] == "profile_not_found"
+    assert post(client, {"items": ["Hello"]}, f"other:/{MODEL}").json()["code"] == "BUNDLE_CONFLICT"
+
+
+def test_the_models_api(client: httpx.Client) -> None:
+    answer = client.get("/v1/models").json()
+    assert answer["object"] == "list"
+    assert answer["data"] == answer["models"]
+    info = next(model for model in answer["data"] if model["id"] == MODEL)
+    assert info["dims"] == {"dense": 384}
+    assert (info["state"], info["loaded"], info["max_sequence_length"], info["tasks"]) == ("loaded", True, 256, ["encode"])
+    assert client.get(f"/v1/models/{MODEL}").json() == info
+    assert client.get("/v1/models?task=score").json()["data"] == []
+    assert client.get("/v1/models/nope").status_code == 404
+
+
+def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> None:
+    health = client.get("/health").json()
+    assert health["status"] == "healthy"
+    assert health["type"] == "gateway"
+    assert health["workers"][0]["loaded_models"] == [MODEL]
+    if "--standalone" in cluster.argv:
+        assert health["nats_url"] is health["nats_monitor_url"] is None
+    else:
+        assert health["nats_url"].startswith("nats://127.0.0.1:")
+        assert httpx.get(health["nats_monitor_url"] + "/healthz").status_code == 200
+        assert httpx.get(health["config_url"] + "/v1/configs/models").json()["models"][0]["model_id"] == MODEL
+        assert httpx.get(health["config_url"] + "/v1/configs/export").status_code == 401
+    assert client.get("/healthz").text == client.get("/readyz").text == "ok"
+
+
+def test_an_unknown_model_is_refused_at_once_with_near_names(client: httpx.Client) -> None:
+    """E4, E8: before the body is looked at. 50 ms is the bound, 150 with the test's margin."""
+    post(client, {"items": ["warm"]})
+    started_s = time.perf_counter()
+    answer = post(client, b"{broken", "all-MiniLM-L6-v3")
+    elapsed_s = time.perf_counter() - started_s
+    assert answer.status_code == 404
+    assert answer.json()["code"] == "MODEL_NOT_FOUND"
+    assert answer.json()["error"]["suggestions"] == [MODEL]
+    assert elapsed_s < 0.15
+
+
+BAD_JSON: list[tuple[object, str, str]] = [
+    (b"{broken", "malformed", "body"),
+    (b'{"items": ["\xff\xfe"]}', "malformed", "body"),
+    (b"[" * 200 + b"]" * 200, "schema", "body"),
+    (b'{"items": ' + b"[" * 5000 + b"]" * 5000 + b"}", "malformed", "body"),
+    (b'{"items": ["a"], "params": {"dimensions": NaN}}', "malformed", "body"),
+    (b'{"items": ["\\ud800"]}', "malformed", "body"),
+    (b"", "malformed", "body"),
+    ([1], "schema", "body"),
+    ({}, "empty_items", "items"),
+    ({"items": []}, "empty_items", "items"),
+    ({"inputs": None}, "empty_items", "items"),
+    ({"items": 3}, "schema", "items"),
+    ({"items": [3]}, "schema", "items[0]"),
+    ({"items": ["a", {"text": 5}]}, "schema", "items[1].text"),
+    ({"items": [{"id": 5, "text": "a"}]}, "schema", "items[0].id"),
+    ({"items": ["a"], "params": 3}, "schema", "params"),
+    ({"items": ["a"], "params": {"dimensions": "many"}}, "schema", "params.dimensions"),
+    ({"items": ["a"], "params": {"dimensions": 7}}, "bad_dimensions", "params.dimensions"),
+    ({"items": ["a"], "dimensions": 1.5}, "schema", "dimensions"),
+    ({"items": ["a"], "options": {"normalize": "yes"}}, "schema", "options.normalize"),
+    ({"items": ["a"], "params": {"output_types": ["sparse"]}}, "unsupported_output", "params.output_types"),
+    ({"items": ["a"], "params": {"output_types": "dense"}}, "schema", "params.output_types"),
+    ({"items": ["a"], "params": {"output_dtype": "int4"}}, "unsupported_dtype", "params.output_dtype"),
+    ({"items": ["a"], "params": {"options": {"profile": "nope"}}}, "unknown_profile", "params.options.profile"),
+    ({"items": ["a"], "params": {"truncate": "MIDDLE"}}, "schema", "params.truncate"),
+    ({"items": ["a"] * 2049}, "too_many_items", "items"),
+]
+
+
+@pytest.mark.parametrize(("body", "reason", "param"), BAD_JSON, ids=range(len(BAD_JSON)))
+def test_bad_json_is_a_400_that_names_the_field(client: httpx.Client, body: object, reason: str, param: str) -> None:
+    """E5, E15, O12: one envelope for every reader, and the server serves on."""
+    check_refusal(client, post(client, body), reason, param)
+
+
+NAN_BODY = msgspec.msgpack.encode({"items": ["a"], "params": {"dimensions": math.nan}})
+BAD_MSGPACK: list[tuple[bytes, str, str]] = [
+    (b"\xc1", "malformed", "body"),
+    (b"\x82\xa5items", "malformed", "body"),
+    (msgspec.msgpack.encode({"items": ["a"]}) + b"\x00", "malformed", "body"),
+    (b"\x81\xa5items\x91\xa2\xff\xfe", "malformed", "body"),
+    (NAN_BODY, "schema", "params.dimensions"),
+    (msgspec.msgpack.encode([1]), "schema", "body"),
+    (b"\x81\xa5items\x91" + b"\x91" * 3000 + b"\xc0", "malformed", "body"),
+    (msgspec.msgpack.encode({"items": [{"text": b"bytes"}]}), "schema", "items[0].text"),
+    (b"\x81\xa5items\xc7\x03\x2aabc", "malformed", "body"),
+]
+
+
+@pytest.mark.parametrize(("body", "reason", "param"), BAD_MSGPACK, ids=range(len(BAD_MSGPACK)))
+def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: bytes, reason: str, param: str) -> None:
+    """X1, E15: nothing is ever unpickled, and errors are JSON also to msgpack clients."""
+    check_refusal(client, post(client, body, **{"content-type": "application/msgpack"}), reason, param)
+
+
+def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, param: str) -> None:
+    body = answer.json()
+    assert (answer.status_code, body["code"], body["error"]["reason"], body["error"]["param"]) == (400, "INVALID_INPUT", reason, param), body
+    assert body["error"] == body["detail"]
+    assert body["message"] == body["error"]["message"]
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["id"] == answer.headers["x-sie-request-id"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert "retry-after" not in answer.headers
+    assert post(client, {"items": ["still serving"]}).status_code == 200
+
+
+def test_a_text_of_ten_megabytes_is_413_naming_the_limit(client: httpx.Client) -> None:
+    """L11: refused with the limit before anything is queued."""
+    answer = post(client, {"items": ["fine", "x" * 10_000_000]})
+    assert (answer.status_code, answer.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
+    assert str(answer.json()["error"]["limit"]) in answer.json()["message"]
+    assert answer.json()["error"]["param"] == "items[1].text"
+    assert post(client, {"items": ["still serving"]}).status_code == 200
+
+
+def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) -> None:
+    """E5: no plain-text error exists."""
+    assert client.get("/v1/nope").json()["code"] == "NOT_FOUND"
+    answer = client.get(f"/v1/encode/{MODEL}")
+    assert (answer.status_code, answer.json()["code"]) == (405, "METHOD_NOT_ALLOWED")
+    assert answer.headers["allow"] == "POST"
+    assert post(client, {"items": ["a"]}, "../../etc/passwd").status_code in (400, 404)
+
+
+def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client) -> None:
+    """E6"""
+    body = {"items": ["a"], "params": {"normalise": True}}
+    assert post(client, body).json()["warnings"] == ["params.normalise: ignored, no such option"]
+    strict = post(client, body, **{"x-sie-strict": "true"})
+    assert (strict.status_code, strict.json()["error"]["reason"]) == (400, "unknown_option")
+
+
+def test_no_input_reaches_the_log(cluster: Cluster, client: httpx.Client) -> None:
+    """X4: a canary through success and failure."""
+    canary = "canary" + base64.b32encode(b"7-0-3-1").decode().strip("=")
+    post(client, {"items": [canary]})
+    post(client, {"items": [{"text": canary, "id": 5}]})
+    post(client, {"items": [canary], "params": {"truncate": canary}})
+    post(client, b'{"items": ["' + canary.encode() + b'"')
+    assert cluster.said("encode 400")
+    assert not cluster.said(canary)
+
+
+def test_openapi_and_docs_are_served(client: httpx.Client) -> None:
+    assert "/v1/encode/{model}" in client.get("/openapi.json").json()["paths"]
+    assert client.get("/docs").status_code == 200
