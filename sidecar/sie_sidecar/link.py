@@ -105,8 +105,10 @@ class AdapterLink:
             said = False
             _logger.info("adapter connected: %s", self.description and self.description.device)
             self._tell(True)
-            await self._ping_until_lost()
-            self._close()
+            try:
+                await self._ping_until_lost()
+            finally:
+                self._close()
             self._tell(False)
             _logger.warning("the adapter is gone")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import logging
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -28,6 +29,7 @@ from sie_contracts.broker import (
     Entry,
     NoResponder,
     PayloadTooBig,
+    Pulls,
     StreamFull,
     TopologyMismatch,
     Write,
@@ -72,61 +74,83 @@ class Box(Generic[T]):
             await self.fill(count + 1, for_s)
 
 
-class MemoryHarness:
-    def __init__(self, max_payload: int) -> None:
-        self.server = MemoryServer(max_payload=max_payload)
+class Harness(abc.ABC):
+    """A broker of a test's own, connections to it, and its death and return."""
+
+    def __init__(self) -> None:
         self._connections: list[Broker] = []
 
     async def connect(self, name: str = "test") -> Broker:
-        self._connections.append(self.server.connect(name))
-        return self._connections[-1]
+        broker = await self._connect(name)
+        self._connections.append(broker)
+        await broker.subscribe(f"silent.{len(self._connections)}", Box[CoreMessage]().take)
+        return broker
 
     async def crash(self) -> None:
-        self.server.disconnect()
-
-    async def restore(self) -> None:
-        self.server.reconnect()
+        """Kill the broker; returns when every connection has noticed, which is when a request in flight fails."""
+        waiting = [broker.request(f"silent.{number}", b"", 60.0) for number, broker in enumerate(self._connections, 1)]
+        noticed = asyncio.gather(*waiting, return_exceptions=True)
+        await self._kill()
+        async with asyncio.timeout(WAIT_S):
+            assert all(isinstance(error, BrokerUnavailable) for error in await noticed)
 
     async def close(self) -> None:
         for broker in self._connections:
             await broker.close()
 
+    @abc.abstractmethod
+    async def _connect(self, name: str) -> Broker: ...
 
-class NatsHarness:
-    def __init__(self, folder: Path, max_payload: int) -> None:
-        self.server = NatsServer(folder, max_payload=max_payload)
-        self._connections: list[Broker] = []
+    @abc.abstractmethod
+    async def _kill(self) -> None: ...
 
-    async def connect(self, name: str = "test") -> Broker:
-        self._connections.append(await connect(self.server.url, name=name))
-        return self._connections[-1]
+    @abc.abstractmethod
+    async def restore(self) -> None: ...
 
-    async def crash(self) -> None:
+
+class MemoryHarness(Harness):
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = MemoryServer()
+
+    async def _connect(self, name: str) -> Broker:
+        return self.server.connect(name)
+
+    async def _kill(self) -> None:
+        await asyncio.sleep(0)
+        self.server.disconnect()
+
+    async def restore(self) -> None:
+        self.server.reconnect()
+
+
+class NatsHarness(Harness):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.server = NatsServer(folder)
+
+    async def _connect(self, name: str) -> Broker:
+        return await connect(self.server.url, name=name)
+
+    async def _kill(self) -> None:
         await asyncio.to_thread(self.server.kill)
 
     async def restore(self) -> None:
         await asyncio.to_thread(self.server.start)
 
     async def close(self) -> None:
-        for broker in self._connections:
-            await broker.close()
+        await super().close()
         await asyncio.to_thread(self.server.kill)
-
-
-Harness = MemoryHarness | NatsHarness
 
 
 @pytest.fixture(params=["memory", "nats"])
 async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
-    """A broker of its own per test, and a factory of connections to it."""
-    marker = request.node.get_closest_marker("parametrize")
-    del marker
     made: Harness
     if request.param == "memory":
-        made = MemoryHarness(1 << 20)
+        made = MemoryHarness()
     else:
-        made = NatsHarness(tmp_path / "nats", 1 << 20)
-        await asyncio.to_thread(made.server.start)
+        made = NatsHarness(tmp_path / "nats")
+        await made.restore()
     yield made
     await made.close()
 
@@ -158,12 +182,6 @@ async def messages_left(broker: Broker, count: int) -> None:
     async with asyncio.timeout(WAIT_S):
         while (await broker.stream_state(STREAM.name)).messages != count:
             await broker.flush()
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 # ---- publishing
@@ -208,10 +226,12 @@ async def test_a_full_stream_refuses_the_newest_and_keeps_the_oldest(harness: Ha
     broker = await harness.connect()
     await broker.ensure_stream(dataclasses.replace(STREAM, max_bytes=4096), owner=True)
 
-    with pytest.raises(StreamFull):
+    async def publish_until_refused() -> None:
         for number in range(10):
             await broker.publish(subject_of("a"), bytes(1000), str(number))
 
+    with pytest.raises(StreamFull):
+        await publish_until_refused()
     state = await broker.stream_state(STREAM.name)
     assert state.first_sequence == 1
     assert state.messages == state.last_sequence < 5
@@ -530,22 +550,22 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
     await broker.ensure_consumer(spec)
     worker = await harness.connect("worker")
     publishing = asyncio.create_task(publish(broker, "a", 2000))
-    given: list[Delivery] = []
-    for _ in range(8):
-        box: Box[Delivery] = Box()
+    box: Box[Delivery] = Box()
+    open_pulls: list[Pulls] = []
 
-        def arrived(delivery: Delivery, box: Box[Delivery] = box) -> None:
-            box.put(delivery)
-            pulls.want(spec.name, 16)
+    def arrived(delivery: Delivery) -> None:
+        box.put(delivery)
+        open_pulls[-1].want(spec.name, 16)
 
-        pulls = worker.pulls(STREAM.name, arrived)
-        pulls.want(spec.name, 16)
-        await box.fill(100)
-        await pulls.stop()
+    for turn in range(1, 9):
+        open_pulls.append(worker.pulls(STREAM.name, arrived))
+        open_pulls[-1].want(spec.name, 16)
+        await box.fill(100 * turn)
+        await open_pulls[-1].stop()
         count = len(box.items)
         await worker.flush()
         assert len(box.items) == count
-        given += box.items
+    given = box.items
     await publishing
 
     for delivery in given:
@@ -553,7 +573,7 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
     rest: Box[Delivery] = Box()
     last = worker.pulls(STREAM.name, rest.put)
     last.want(spec.name, 2000)
-    given += await rest.fill(2000 - len(given))
+    given = given + await rest.fill(2000 - len(given))
     assert sorted(delivery.sequence for delivery in given) == list(range(1, 2001))
     assert {delivery.delivered for delivery in given} == {1}
     await last.stop()
@@ -1008,7 +1028,6 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     await broker.flush()
 
     await harness.crash()
-    await eventually(lambda: not broker.connected)
     assert pulls.outstanding(idle.name) == 0
     with pytest.raises(BrokerUnavailable):
         await broker.publish(subject_of("a"), b"x", "x", timeout_s=0.2)
@@ -1045,7 +1064,6 @@ async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker:
     publishing = asyncio.gather(*(until_stored(number) for number in range(100)))
     await broker.flush()
     await harness.crash()
-    await eventually(lambda: not broker.connected)
     more = asyncio.gather(*(until_stored(number) for number in range(50, 150)))
     await harness.restore()
     async with asyncio.timeout(WAIT_S):
@@ -1064,7 +1082,6 @@ async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker,
     pulls.want(spec.name, 1)
     (delivery,) = await box.fill(1)
     await harness.crash()
-    await eventually(lambda: not broker.connected)
     await delivery.ack()
     await harness.restore()
 
@@ -1095,7 +1112,6 @@ async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
     epoch = await bucket.epoch()
 
     await harness.crash()
-    await eventually(lambda: not broker.connected)
     await harness.restore()
     assert await steps.fill(2) == ["first", "second"]
     assert await bucket.epoch() == epoch
@@ -1130,8 +1146,9 @@ async def test_a_crashed_task_of_a_connection_shows_as_not_connected(broker: Bro
     async def crash() -> None:
         raise RuntimeError("planted")
 
-    broker.own(crash(), "planted")  # type: ignore[attr-defined]
-    await eventually(lambda: not broker.connected, timeout_s=1.0)
+    assert broker.connected
+    await asyncio.wait({broker.own(crash(), "planted")}, timeout=1.0)  # type: ignore[attr-defined]
+    assert not broker.connected
 
 
 # ---- one implementation only

@@ -589,6 +589,7 @@ class MemoryBroker:
 
     async def reach(self, timeout_s: float) -> float:
         """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
+        await asyncio.sleep(0)  # a round trip lets others run: a caller that asks again and again must not stop the loop
         if self._live:
             return timeout_s
         start_s = time.monotonic()
@@ -646,7 +647,8 @@ class MemoryBroker:
         return listener
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        timeout_s = await self.reach(timeout_s)
+        if not self._live:
+            timeout_s = await self.reach(timeout_s)
         self._check(subject, data)
         server = self._server
         server.tokens += 1

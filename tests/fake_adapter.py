@@ -1,0 +1,239 @@
+"""The adapter's side of `sie_contracts.ipc` in this event loop: real frames on a real Unix socket, toy models behind them.
+
+A model's tokenizer makes one token of each UTF-8 byte and adds two special ones. A vector is a function of its token ids alone
+(`vector_of`), so tests know every answer; output options are not applied. What an adapter may do wrong is a switch here: hold, refuse,
+freeze, die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from sie_contracts import ipc
+from sie_contracts.catalogue import Catalogue, ModelEntry, fingerprint, parse_entry
+from sie_contracts.errors import ModelLoading, SIEError
+from sie_contracts.messages import ArraySlice, Ok
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+WIDTH = 8
+SPECIAL = 2
+
+
+def toy_entry(model: str = "toy/one", *, bundle: str = "default", max_tokens: int = 512, **more: object) -> ModelEntry:
+    """A catalogue entry that this adapter serves."""
+    return parse_entry({
+        "id": model, "bundle": bundle, "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": WIDTH},
+        "max_tokens": max_tokens, **more,
+    })  # fmt: skip
+
+
+def toy_tokenizer() -> bytes:
+    """A serialised fast tokenizer over bytes, with a first and a last special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["[CLS]", "[SEP]", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    return tokenizer.to_str().encode()
+
+
+TOKENIZER = toy_tokenizer()
+
+
+def ids_of(text: str) -> NDArray[np.int32]:
+    """What the toy tokenizer makes of a text."""
+    return np.array(Tokenizer.from_buffer(TOKENIZER).encode(text).ids, np.int32)
+
+
+def vector_of(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.float32]:
+    """The vector of these token ids: float32 [WIDTH], of length 1."""
+    digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).digest()
+    raw = np.frombuffer(digest[:WIDTH], np.uint8).astype(np.float32) - 127.5
+    return np.asarray(raw / np.linalg.norm(raw), np.float32)
+
+
+class FakeAdapter:
+    """Listens on `path` between `start` and `stop`.
+
+    `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model with an error.
+    """
+
+    def __init__(self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1) -> None:
+        self.path = str(path)
+        self.device = device
+        self.gpu = gpu
+        self.lanes = lanes
+        self.hold_batches = False
+        self.hold_loads = False
+        self.refusals: dict[str, SIEError] = {}
+        self.loaded: dict[str, ipc.LoadedModel] = {}
+        self.loads: list[str] = []
+        self.releases: list[str] = []
+        self.batches: list[ipc.RunBatch] = []
+        self.pings: list[float] = []
+        self.connections = 0  # accepted since the start
+        self.running = 0
+        self.peak_running = 0
+        self._frozen = False
+        self._held: deque[asyncio.Future[None]] = deque()
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._attending: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> FakeAdapter:
+        self._server = await asyncio.start_unix_server(self._accept, self.path)
+        return self
+
+    async def stop(self) -> None:
+        """Close the socket and all connections, as an adapter that ends does."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for task in list(self._attending):
+            task.cancel()
+        await asyncio.gather(*self._attending, return_exceptions=True)
+        self.loaded.clear()
+        Path(self.path).unlink(missing_ok=True)
+
+    async def die(self) -> None:
+        """Every connection closes in the middle of whatever runs, nothing stays loaded, and the next process listens at once."""
+        await self.stop()
+        self.running = 0
+        await self.start()
+
+    def freeze(self) -> None:
+        """Keep all connections and answer nothing any more."""
+        self._frozen = True
+
+    def let_go(self, count: int | None = None) -> None:
+        """Let `count` held batches or loads go on; None: all of them, and those to come."""
+        if count is None:
+            self.hold_batches = self.hold_loads = False
+        for _ in range(len(self._held) if count is None else count):
+            self._held.popleft().set_result(None)
+
+    async def until(self, condition: Callable[[FakeAdapter], object], what: str, timeout_s: float = 10.0) -> None:
+        """Wait for a state of this adapter. Raises AssertionError, naming it, at the time-out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition(self):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"not within {timeout_s} s: {what}") from None
+
+    def _note(self) -> None:
+        self._changed.set()
+
+    async def _hold(self) -> None:
+        until = asyncio.get_running_loop().create_future()
+        self._held.append(until)
+        try:
+            await until
+        finally:
+            if until in self._held:
+                self._held.remove(until)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.get_running_loop().create_task(self._attend(reader, writer), name="fake adapter connection")
+        self._attending.add(task)
+        task.add_done_callback(self._attending.discard)
+        self._note()
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                request = ipc.request(await ipc.read_frame(reader))
+                if self._frozen:
+                    continue
+                if isinstance(request, ipc.RunBatch):
+                    await self._run(request, writer)
+                elif isinstance(request, ipc.EnsureReady):
+                    await self._send(writer, await self._load(request))
+                else:
+                    await self._send(writer, self._at_once(request))
+        except (EOFError, OSError, ipc.FrameError):
+            pass  # the sidecar went away
+        finally:
+            writer.close()
+
+    @staticmethod
+    async def _send(writer: asyncio.StreamWriter, reply: ipc.Reply) -> None:
+        writer.write(ipc.frame(reply))
+        await writer.drain()
+
+    def _at_once(self, request: ipc.Request) -> ipc.Reply:
+        match request:
+            case ipc.Ping():
+                self.pings.append(asyncio.get_running_loop().time())
+                self._note()
+                return ipc.Pong(os.getpid(), batches=len(self.batches))
+            case ipc.Describe():
+                return ipc.Description(
+                    ipc.PROTOCOL, os.getpid(), self.device, "fake", self.lanes, self.gpu, 1 << 20, 1 << 30, tuple(self.loaded.values())
+                )
+            case ipc.Release(model):
+                self.loaded.pop(model, None)
+                self.releases.append(model)
+                self._note()
+        return ipc.Done()
+
+    async def _load(self, request: ipc.EnsureReady) -> ipc.Reply:
+        self.loads.append(request.model)
+        self._note()
+        if self.hold_loads:
+            await self._hold()
+        refusal = self.refusals.get(request.model)
+        if refusal is not None:
+            return ipc.Refused(refusal.info())
+        entry = parse_entry(request.entry)
+        resolved = Catalogue.resolve_profile(entry, request.profile, request.model)
+        precision = resolved.load.precision or "float32"
+        loaded = ipc.LoadedModel(request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20)
+        self.loaded[request.model] = loaded
+        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens)
+
+    async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
+        if batch.model not in self.loaded:
+            await self._send(writer, ipc.Refused(ModelLoading(f"{batch.model} is not loaded").info(), batch.batch))
+            return
+        self.batches.append(batch)
+        self.running += 1
+        self.peak_running = max(self.peak_running, self.running)
+        self._note()
+        try:
+            await self._send(writer, ipc.BatchStarted(batch.batch))
+            if self.hold_batches:
+                await self._hold()
+            done = _computed(batch)
+        finally:
+            self.running -= 1
+            self._note()
+        await self._send(writer, done)
+
+
+def _computed(batch: ipc.RunBatch) -> ipc.BatchDone:
+    lengths, ids = np.frombuffer(batch.lengths, "<i4"), np.frombuffer(batch.ids, "<i4")
+    ends = np.cumsum(lengths)
+    vectors = [vector_of(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    outcomes = tuple(
+        Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length)) for number, length in enumerate(lengths)
+    )
+    return ipc.BatchDone(batch.batch, outcomes, b"".join(vector.tobytes() for vector in vectors), 1.0)
+
+
+def texts_of(batch: ipc.RunBatch) -> list[str]:
+    """The texts of a batch, read back from its token ids."""
+    lengths, ids = np.frombuffer(batch.lengths, "<i4"), np.frombuffer(batch.ids, "<i4")
+    tokenizer = Tokenizer.from_buffer(TOKENIZER)
+    ends = np.cumsum(lengths)
+    return [tokenizer.decode(ids[end - length + 1 : end - 1].tolist()) for end, length in zip(ends, lengths, strict=True)]

@@ -1,0 +1,250 @@
+"""A whole cluster in the event loop of a test: the real `serve` of gateway and sidecar over the broker in memory, before fake adapters.
+
+    test ──HTTP──► gateway ──► MemoryServer ──► sidecar ──Unix socket──► FakeAdapter
+
+Processes are configured as an operator does it, by variables, and read no others. Nothing outlives `InProcess.close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+from fake_adapter import FakeAdapter, toy_entry
+from prometheus_client.parser import text_string_to_metric_families
+from sie_contracts import messages, topology
+from sie_contracts.broker import CoreMessage
+from sie_contracts.broker.memory import MemoryBroker, MemoryServer
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.messages import ConfigExport, ConfigModel, Heartbeat
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import Mode, Settings, load
+from sie_gateway.process import serve as serve_gateway
+from sie_sidecar.process import serve as serve_sidecar
+
+WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test
+POLL_S = 0.002
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def settings_of(mode: Mode = "queue", **environ: str) -> Settings:
+    """The settings of a process with exactly this environment."""
+    return load(environ=environ, mode=mode).settings
+
+
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the time-out."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not (found := condition()):
+                await asyncio.sleep(POLL_S)
+            return found
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s} s: {what}") from None
+
+
+class Source:
+    """A config service that a test rewrites. `silent` changes leave the epoch as it was, as a corruption would."""
+
+    def __init__(self, *entries: ModelEntry) -> None:
+        self.exports = 0
+        self.polls = 0
+        self._entries = {entry.id: entry for entry in entries}
+        self._revision = 1
+
+    def put(self, entry: ModelEntry, *, silent: bool = False) -> None:
+        self._entries[entry.id] = entry
+        self._revision += not silent
+
+    def remove(self, model: str) -> None:
+        del self._entries[model]
+        self._revision += 1
+
+    @property
+    def present_epoch(self) -> str:
+        return f"test:{self._revision}"
+
+    async def export(self) -> ConfigExport:
+        self.exports += 1
+        models = tuple(ConfigModel(entry.id, msgspec.to_builtins(entry), self._revision) for entry in self._entries.values())
+        bundles = tuple({"id": bundle} for bundle in {entry.bundle for entry in self._entries.values()})
+        return ConfigExport(self.present_epoch, models, bundles)
+
+    async def epoch(self) -> str:
+        self.polls += 1
+        return self.present_epoch
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass
+class Process:
+    """One `serve` that runs. `task` ends with its status, or raises what refused to start."""
+
+    settings: Settings
+    stop: Stop
+    task: asyncio.Task[int]
+    broker: MemoryBroker
+    side_url: str  # metrics and probes
+
+    async def end(self) -> int:
+        self.stop.request()
+        try:
+            return await asyncio.wait_for(self.task, 20)
+        finally:
+            await self.broker.close()
+
+    async def get(self, path: str) -> httpx.Response:
+        """From the port of metrics and probes."""
+        async with httpx.AsyncClient(base_url=self.side_url, trust_env=False, timeout=WAIT_S) as client:
+            return await client.get(path)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        text = (await self.get("/metrics")).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+        )
+
+
+@dataclass
+class GatewayProcess(Process):
+    url: str
+    client: httpx.AsyncClient
+
+    async def encode(self, *texts: str, model: str = "toy/one", **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(f"/v1/encode/{model}", json={"items": list(texts)}, headers=named)
+
+    async def end(self) -> int:
+        await self.client.aclose()
+        return await super().end()
+
+
+@dataclass
+class SidecarProcess(Process):
+    worker: str
+
+
+class InProcess:
+    """The cluster of one test. `beats` holds every heartbeat that was sent, in order."""
+
+    def __init__(self, folder: Path, *entries: ModelEntry, max_payload: int = 1 << 20) -> None:
+        self.folder = folder
+        self.source = Source(*(entries or (toy_entry(),)))
+        self.server = MemoryServer(max_payload=max_payload)
+        self.beats: list[Heartbeat] = []
+        self.adapters: list[FakeAdapter] = []
+        self._observer = self.server.connect("test")
+        self._processes: list[Process] = []
+
+    async def __aenter__(self) -> InProcess:
+        await self._observer.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_beat)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _on_beat(self, message: CoreMessage) -> None:
+        self.beats.append(messages.decode_heartbeat(message.data))
+
+    async def send(self, subject: str, data: bytes) -> None:
+        """As some other process on the broker."""
+        await self._observer.send(subject, data)
+
+    async def adapter(self, name: str = "a.sock", **options: Any) -> FakeAdapter:
+        adapter = await FakeAdapter(self.folder / name, **options).start()
+        self.adapters.append(adapter)
+        return adapter
+
+    async def gateway(self, source: Source | None = None, **environ: str) -> GatewayProcess:
+        """A gateway that listens and is ready. Raises what made it refuse to start."""
+        settings = settings_of(**{"SIE_GATEWAY_METRICS_PORT": str(free_port()), **environ})
+        stop, broker = Stop(), self.server.connect("gateway")
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        serving = serve_gateway(
+            settings, broker, source or self.source, stop, host="127.0.0.1", port=0, on_listening=listening.set_result
+        )
+        task = asyncio.create_task(serving, name="gateway")
+        await asyncio.wait([task, listening], timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await broker.close()
+            task.result()
+        url = f"http://127.0.0.1:{listening.result()}"
+        client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
+        side_url = f"http://127.0.0.1:{settings.gateway_metrics_port}"
+        gateway = GatewayProcess(settings, stop, task, broker, side_url, url, client)
+        self._processes.append(gateway)
+        await eventually_ready(gateway)
+        return gateway
+
+    async def sidecar(
+        self, adapter: FakeAdapter | None = None, *, source: Source | None = None, ready: bool = True, mode: Mode = "queue", **environ: str
+    ) -> SidecarProcess:
+        """A sidecar before `adapter`, by default one of its own. Returns when it is ready, or at once if `ready` is false."""
+        number = sum(isinstance(process, SidecarProcess) for process in self._processes)
+        if adapter is None and "SIE_IPC_SOCKET_PATH" not in environ:
+            adapter = await self.adapter(f"{number}.sock")
+        own = {"SIE_WORKER_METRICS_PORT": str(free_port()), "SIE_WORKER_ID": f"w{number}"}
+        if adapter is not None:
+            own["SIE_IPC_SOCKET_PATH"] = adapter.path
+        settings = settings_of(mode, **{**own, **environ})
+        stop, broker = Stop(), self.server.connect("sidecar")
+        task = asyncio.create_task(serve_sidecar(settings, broker, source or self.source, stop, mode=mode), name="sidecar")
+        side_url = f"http://127.0.0.1:{settings.worker_metrics_port}"
+        sidecar = SidecarProcess(settings, stop, task, broker, side_url, settings.worker_id or "")
+        self._processes.append(sidecar)
+        if ready:
+            await eventually_ready(sidecar)
+            # the beat that follows readiness is what gateways route by
+            await until(lambda: self.last_beat(sidecar.worker, ready=True), f"a heartbeat of {sidecar.worker} that says ready")
+        return sidecar
+
+    def last_beat(self, worker: str, *, ready: bool | None = None) -> Heartbeat | None:
+        """The worker's last heartbeat, if it says so."""
+        beat = next((beat for beat in reversed(self.beats) if not worker or beat.worker == worker), None)
+        return beat if beat is not None and ready in (None, beat.ready) else None
+
+    async def close(self) -> None:
+        for adapter in self.adapters:
+            adapter.let_go()
+        for process in self._processes:
+            with contextlib.suppress(BaseException if process.task.done() else ()):
+                await process.end()
+        for adapter in self.adapters:
+            await adapter.stop()
+        await self._observer.close()
+
+
+async def eventually_ready(process: Process) -> None:
+    """Wait until /readyz is 200. Raises what ended the process instead."""
+    reason = "no answer"
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if process.task.done():
+                    process.task.result()
+                with contextlib.suppress(httpx.TransportError):
+                    answer = await process.get("/readyz")
+                    if answer.status_code == 200:
+                        return
+                    reason = answer.text
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise AssertionError(f"not ready within {WAIT_S} s: {reason}") from None

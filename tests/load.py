@@ -1,0 +1,99 @@
+"""Concurrent clients whose every answer is checked against the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+import oracle
+from cluster import MODEL
+from sie_contracts import arrays
+
+TEXTS = oracle.ragged_texts(64, seed=11, longest=60)
+
+
+@dataclass
+class Outcome:
+    """One request: `status` 0 means that no response came (`failure` says how)."""
+
+    started_s: float
+    ended_s: float
+    status: int
+    code: str = ""
+    retryable: bool = False
+    right: bool = False
+    failure: str = ""
+    deliveries: int = 0
+
+
+@dataclass
+class Load:
+    """Clients that send one text at a time until told to stop, or `count` requests at once."""
+
+    urls: list[str]
+    timeout_s: float = 30.0
+    outcomes: list[Outcome] = field(default_factory=list)
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._expected = oracle.encode(TEXTS)
+
+    async def one(self, client: httpx.AsyncClient, url: str, number: int) -> Outcome:
+        text, started_s = TEXTS[number % len(TEXTS)], time.monotonic()
+        headers = {
+            "content-type": "application/msgpack", "accept": "application/msgpack", "x-sie-explain": "1",
+            "x-sie-timeout-ms": str(int(self.timeout_s * 1000)),
+        }  # fmt: skip
+        try:
+            answer = await client.post(
+                f"{url}/v1/encode/{MODEL}", content=msgspec.msgpack.encode({"items": [text]}), headers=headers
+            )
+        except httpx.HTTPError as error:
+            outcome = Outcome(started_s, time.monotonic(), 0, failure=type(error).__name__)
+        else:
+            outcome = Outcome(started_s, time.monotonic(), answer.status_code)
+            if answer.status_code == 200:
+                body = arrays.unpack(arrays.decode_msgpack(answer.content))
+                vector = body["items"][0]["dense"]["values"]
+                outcome.right = bool(oracle.cosines(vector, self._expected[number % len(TEXTS)]) > 0.998)
+                outcome.deliveries = body["explain"][0]["batch"].get("deliveries", 1)
+            else:
+                error = answer.json()["error"]
+                outcome.code, outcome.retryable = error["code"], error["retryable"]
+        self.outcomes.append(outcome)
+        return outcome
+
+    async def _client(self, url: str, number: int) -> None:
+        async with httpx.AsyncClient(timeout=self.timeout_s + 15) as client:
+            while not self.stopping:
+                outcome = await self.one(client, url, number)
+                number += 7
+                if outcome.status != 200:
+                    await asyncio.sleep(0.05)  # a client's own pause before it tries again
+
+    def start(self, clients: int) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self._client(self.urls[number % len(self.urls)], number)) for number in range(clients)]
+
+    async def stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        self.stopping = True
+        await asyncio.gather(*tasks)
+
+    async def successes_after(self, moment_s: float, count: int, timeout_s: float) -> float:
+        """When the `count`-th request that was started after `moment_s` had succeeded."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                good = [each.ended_s for each in self.outcomes if each.started_s > moment_s and each.status == 200]
+                if len(good) >= count:
+                    return sorted(good)[count - 1]
+                await asyncio.sleep(0.01)
+
+    def wrong(self) -> list[Outcome]:
+        return [each for each in self.outcomes if each.status == 200 and not each.right]
+
+    def longest_s(self) -> float:
+        return max(each.ended_s - each.started_s for each in self.outcomes)
+
+

@@ -1,0 +1,94 @@
+"""The end of `sie serve`, with real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import MODEL, SIE, Cluster, free_ports, running, until
+from load import Load
+
+GONE_S = 5.0
+
+
+@pytest.mark.parametrize("mode", ["cluster", "standalone"])
+async def test_sigterm_under_load_drains_and_exits_with_0(tmp_path: Path, mode: str) -> None:
+    """P1, L24: accepted requests are answered, later ones refused or not connected; status 0 within 15 s; nothing is left."""
+    args = ["--standalone"] if mode == "standalone" else []
+    with running(tmp_path, "--preload", MODEL, *args) as cluster:
+        load = Load([cluster.url])
+        tasks = load.start(20)
+        await load.successes_after(time.monotonic(), 40, 30)
+        signalled_s = time.monotonic()
+        status = await asyncio.to_thread(cluster.stop)
+        ended_s = time.monotonic()
+        await load.stop(tasks)
+    assert status == 0
+    assert ended_s - signalled_s <= 15
+    assert not load.wrong()
+    accepted = [each for each in load.outcomes if each.started_s < signalled_s]
+    assert accepted
+    assert [each for each in accepted if each.status != 200] == []
+    refused = [each for each in load.outcomes if each.started_s >= signalled_s and each.status != 200]
+    assert {each.code for each in refused if each.status} <= {"SHUTTING_DOWN"}
+
+
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    with running(tmp_path, "--standalone", "--no-spare") as cluster:
+        assert cluster.process is not None
+        children = psutil.Process(cluster.process.pid).children(recursive=True)
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(15) == 0
+        assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+def test_a_killed_serve_leaves_no_process(tmp_path: Path) -> None:
+    """kill -9 of the parent of all processes: they are gone in 5 s."""
+    with running(tmp_path) as cluster:
+        assert cluster.process is not None
+        until(lambda: len(cluster.pids("adapter")) == 2, 20, "the warm spare")
+        children = psutil.Process(cluster.process.pid).children(recursive=True)
+        assert len(children) >= 6
+        cluster.process.kill()
+        assert psutil.wait_procs(children, timeout=GONE_S)[1] == []
+        cluster.process.wait(5)
+
+
+def test_exit_with_parent_ends_serve_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
+    """`make serve` is killed with -9: serve ends, and with it everything that it started."""
+    port, worker_port = free_ports(2)
+    command = [
+        SIE, "serve", "--exit-with-parent", "--no-spare", "--port", str(port), "--data-dir", str(tmp_path / "data"),
+        "--gateway-metrics-port", "0", "--worker-metrics-port", str(worker_port),
+    ]  # fmt: skip
+    log = tmp_path / "log"
+    code = f"import subprocess, sys; subprocess.run({command!r}, stdout=open({str(log)!r}, 'w'), stderr=subprocess.STDOUT)"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        until(lambda: log.exists() and "ready in" in log.read_text(), 60, "ready")
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) >= 5
+        os.kill(parent.pid, signal.SIGKILL)
+        assert psutil.wait_procs(family, timeout=3 * GONE_S)[1] == []
+
+
+def test_two_serves_do_not_share_a_data_directory(tmp_path: Path) -> None:
+    with running(tmp_path, "--standalone", "--no-spare"):
+        second = subprocess.run([SIE, "serve", "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=30, check=False)
+        assert second.returncode == 2
+        assert "in use by another sie serve" in second.stderr
+
+
+def test_a_taken_port_ends_the_start_and_names_the_setting(tmp_path: Path) -> None:
+    with running(tmp_path / "a", "--standalone", "--no-spare") as first:
+        other = Cluster(tmp_path / "b", "--no-spare")
+        argv = [*other.argv[:2], "--port", str(first.port), *other.argv[4:]]
+        second = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 2
+        assert f"--port: cannot listen on 127.0.0.1:{first.port}" in second.stderr
