@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, ModelEntry, fingerprint, parse_entry
 from sie_contracts.errors import ModelLoading, SIEError
 from sie_contracts.messages import ArraySlice, Ok
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 WIDTH = 8
 SPECIAL = 2
@@ -101,6 +102,9 @@ class FakeAdapter:
             task.cancel()
         await asyncio.gather(*self._attending, return_exceptions=True)
         self.loaded.clear()
+        self._unlink()
+
+    def _unlink(self) -> None:
         Path(self.path).unlink(missing_ok=True)
 
     async def die(self) -> None:

@@ -20,6 +20,7 @@ import httpx
 import msgspec
 from fake_adapter import FakeAdapter, toy_entry
 from prometheus_client.parser import text_string_to_metric_families
+
 from sie_contracts import messages, topology
 from sie_contracts.broker import CoreMessage
 from sie_contracts.broker.memory import MemoryBroker, MemoryServer
@@ -49,9 +50,10 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT
     """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the time-out."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not (found := condition()):
+            while True:
+                if found := condition():
+                    return found
                 await asyncio.sleep(POLL_S)
-            return found
     except TimeoutError:
         raise AssertionError(f"not within {timeout_s} s: {what}") from None
 
@@ -187,7 +189,8 @@ class InProcess:
             await broker.close()
             task.result()
         url = f"http://127.0.0.1:{listening.result()}"
-        client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
+        # a connection per request: kept ones wait 40 ms for a delayed acknowledgement on this loop
+        client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
         side_url = f"http://127.0.0.1:{settings.gateway_metrics_port}"
         gateway = GatewayProcess(settings, stop, task, broker, side_url, url, client)
         self._processes.append(gateway)
@@ -224,12 +227,15 @@ class InProcess:
     async def close(self) -> None:
         for adapter in self.adapters:
             adapter.let_go()
+        # one that refused to start was looked at by its test
+        running = [process for process in self._processes if not process.task.done()]
+        statuses = await asyncio.gather(*(process.end() for process in running))
         for process in self._processes:
-            with contextlib.suppress(BaseException if process.task.done() else ()):
-                await process.end()
+            await process.broker.close()
         for adapter in self.adapters:
             await adapter.stop()
         await self._observer.close()
+        assert not any(statuses), f"a process ended with a status other than 0: {statuses}"
 
 
 async def eventually_ready(process: Process) -> None:

@@ -133,7 +133,7 @@ def packed_attention(
     return output[None], None
 
 
-@torch.library.custom_op("sie::packed_attention", mutates_args=())
+@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # torch is not followed
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
@@ -153,7 +153,7 @@ def _packed_attention(
     return output
 
 
-@_packed_attention.register_fake
+@_packed_attention.register_fake  # type: ignore[untyped-decorator]
 def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int) -> Tensor:
     return query.new_empty(query.shape[:2] + value.shape[2:])
 

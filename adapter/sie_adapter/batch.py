@@ -68,7 +68,7 @@ class BatchRun:
         started = time.perf_counter()
         count = len(self._items.lengths)
         self._errors = _unfit(self._items, self._encoder)
-        self._pooled = torch.full((count, self._encoder.width), torch.nan, device=self._device)
+        self._pooled = torch.full((count, self._encoder.width), torch.nan, dtype=torch.float32, device=self._device)
         self._forward(np.array([item for item in range(count) if item not in self._errors], np.int64))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -110,6 +110,7 @@ class Compute:
     device: torch.device
     dtype: torch.dtype
     backend: Backend
+    reason: str  # why this backend
     facts: AttentionFacts
 
     @property

@@ -48,6 +48,7 @@ class Engine:
         )
         # a second stream of kernels on one GPU only adds contention; on a CPU a lane per core beats one pass on all cores (bench/engine.py)
         self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
+        self._log_choices(settings)
 
     def execute(self, message: RunBatch) -> Reply:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
@@ -63,6 +64,14 @@ class Engine:
                 self._on_device_lost()
             _logger.exception("a batch of %s failed", message.model)
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
+
+    def _log_choices(self, settings: Settings) -> None:
+        chosen = self.loader.compute(None)
+        level = logging.INFO if settings.attention_backend in ("auto", chosen.backend) else logging.WARNING
+        _logger.log(
+            level, "device %s %s, default precision %s for %s, attention %s (%s), lanes %d", self.device, devices.label(self.device),
+            chosen.precision, settings.default_compute_precision, chosen.backend, chosen.reason, len(self.lanes),
+        )  # fmt: skip
 
     def describe(self) -> ipc.Description:
         """What this process is and holds."""

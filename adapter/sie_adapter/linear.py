@@ -1,8 +1,8 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
-Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on every call. oneDNN with
-a weight reordered once gave 2.3 times the float32 rate and, on short texts, 1.5 times the bfloat16 rate (AMD EPYC with AVX512-BF16, one
-thread, torch 2.13, bench/engine.py).
+Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on every call.
+oneDNN with a weight reordered once gave 2.3 times the float32 rate and, on short texts, 1.5 times the bfloat16 rate (AMD EPYC with
+AVX512-BF16, one thread, torch 2.13, bench/engine.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDS = 5
 _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-class BlockedLinear(nn.Module):
+class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """An nn.Linear for inference on a CPU: [.., in] -> [.., out]. Owns its weight; the one of `source` may be freed."""
 
     def __init__(self, source: nn.Linear) -> None:

@@ -9,7 +9,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -19,7 +19,7 @@ from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.heads.pooling import POOLINGS
 from sie_adapter.weights import WeightSources
-from sie_contracts.catalogue import Resolved
+from sie_contracts.catalogue import Precision, Resolved
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 
@@ -38,15 +38,13 @@ class Loader:
     sources: WeightSources
     settings: Settings
 
-    def compute(self, resolved: Resolved) -> Compute:
-        """Precision and attention of a model on this device; a fallback is logged."""
-        settings = self.settings
+    def compute(self, precision: Precision | None) -> Compute:
+        """Precision and attention of a model whose entry says `precision`, on this device."""
         has_bfloat16 = self.device.type == "cpu" and devices.cpu_has_bfloat16()
-        default: Any = settings.default_compute_precision
-        dtype = devices.resolve_precision(resolved.load.precision, default, self.device.type, has_bfloat16=has_bfloat16)
+        default = cast(Precision, self.settings.default_compute_precision)
+        dtype = devices.resolve_precision(precision, default, self.device.type, has_bfloat16=has_bfloat16)
         facts = devices.attention_facts(self.device, dtype)
-        backend, _ = devices.resolve_attention(settings.attention_backend, facts)
-        return Compute(self.device, dtype, backend, facts)
+        return Compute(self.device, dtype, *devices.resolve_attention(self.settings.attention_backend, facts), facts)
 
     def load(self, resolved: Resolved) -> TextEncoder:
         """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
@@ -56,7 +54,7 @@ class Loader:
             raise load_failed("INCOMPATIBLE", f"{entry.id}: this adapter has no family {entry.family}, it has {', '.join(FAMILIES)}")
         folder = self.sources.folder(entry)
         try:
-            return family(folder, entry, resolved.load, self.compute(resolved), stored_pooling(folder))
+            return family(folder, entry, resolved.load, self.compute(resolved.load.precision), stored_pooling(folder))
         except SIEError:
             raise
         except ImportError as error:

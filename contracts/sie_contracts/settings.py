@@ -89,8 +89,9 @@ class Row:
         try:
             return self.parse(text)
         except ValueError as error:
-            got = "***" if self.secret else repr(text[:100])
-            detail = f" ({error})" if str(error) else ""
+            hidden = self.secret or "@" in text  # a URL may hold a password, and the parser's own message a part of it
+            got = "***" if hidden else repr(text[:100])
+            detail = f" ({error})" if str(error) and not hidden else ""
             raise SettingError(self.name, f"got {got}, expected {self.expected}{detail}") from error
 
 
@@ -229,15 +230,15 @@ def _pool(text: str) -> str:
     return pool_name(text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Settings:
-    """The settings of one process, read once. Field order is the order in which they are shown."""
+    """The settings of one process, read once. Field order is the order in which they are shown. Neither `repr` nor `str` holds a secret."""
 
     # device and models
     device: str = _row("auto", "SIE_DEVICE", "adapter", DEVICE, "Device of all forward passes; auto takes CUDA, then MPS, then CPU. A named device that is absent is a start error.")
     models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config", STORE, "Folder of model files laid over the packaged catalogue; ./models is used when it exists. A named folder that is missing is a start error.")
     model_filter: tuple[str, ...] | None = _row(None, "SIE_MODEL_FILTER", "config", LIST, "Only these models are available. An unknown name is a start error.")
-    gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar", LABEL, "Overrides the detected GPU label; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
+    gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar gateway", LABEL, "Overrides the detected GPU label; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
     # weights
     local_cache: str | None = _row(None, "SIE_LOCAL_CACHE", "adapter", PATH, "First place looked up for weights, and where downloads land. Default: HF_HOME.")
     cluster_cache: str | None = _row(None, "SIE_CLUSTER_CACHE", "adapter", CLUSTER_STORE, "Shared weights, second in order after the local cache.", waits_for="cluster weight cache")
@@ -266,7 +267,7 @@ class Settings:
     gateway_configured_gpus: tuple[str, ...] | None = _row(None, "SIE_GATEWAY_CONFIGURED_GPUS", "gateway", LIST, "Machine profiles that may be routed to, also when no worker of them is up.")
     config_service_url: str | None = _row(None, "SIE_CONFIG_SERVICE_URL", "gateway sidecar", HTTP, "Config service that gateway and sidecar read the catalogue from.")
     payload_store_url: str | None = _row(None, "SIE_PAYLOAD_STORE_URL", "gateway sidecar adapter", STORE, "Store for payloads over the inline limit.", waits_for="payload store")
-    inline_payload_bytes: int | None = _row(None, "SIE_INLINE_PAYLOAD_BYTES", "gateway sidecar", _whole(1024), "Largest payload inside a queue message. Default and upper limit: the broker's max_payload less headers.")
+    inline_payload_bytes: int | None = _row(None, "SIE_INLINE_PAYLOAD_BYTES", "gateway", _whole(1024), "Largest payload inside a queue message. Default and upper limit: the broker's max_payload less headers.")
     payload_ttl_s: int | None = _row(None, "SIE_PAYLOAD_TTL_S", "gateway", _whole(1), "Life of an object in the payload store, seconds.", waits_for="payload store")
     admin_token: Secret | None = _row(None, "SIE_ADMIN_TOKEN", "gateway config", SECRET, "Bearer token with every scope. Unset: admin operations are refused.")
     config_read_token: Secret | None = _row(None, "SIE_CONFIG_READ_TOKEN", "gateway sidecar config", SECRET, "Bearer token that reads the config epoch and export and never writes.")
@@ -285,8 +286,8 @@ class Settings:
     root_path: str | None = _row(None, "SIE_ROOT_PATH", "gateway", _pattern("a path that starts with / and does not end with it", r"(/[A-Za-z0-9._~-]+)+"), "Prefix under which a reverse proxy serves the gateway.")
     default_models: tuple[tuple[str, str], ...] | None = _row(None, "SIE_DEFAULT_MODELS", "gateway", ("a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict", _pairs), "Models of the Text Embeddings Inference routes.", waits_for="Text Embeddings Inference routes")
     pool_write_role: str = _row("user", "SIE_POOL_WRITE_ROLE", "gateway", _choice("user", "admin"), "Who makes and deletes reservations.", waits_for="reservations")
-    stream_storage: str = _row("file", "SIE_STREAM_STORAGE", "gateway", _choice("memory", "file"), "Storage of the work streams. memory is lost with the broker; file survives its restart.")
-    stream_replicas: int = _row(1, "SIE_STREAM_REPLICAS", "gateway", _whole(1, 5), "Copies of each work stream, at most the number of brokers.")
+    stream_storage: str = _row("file", "SIE_STREAM_STORAGE", "gateway config", _choice("memory", "file"), "Storage of the work streams, and of the catalogue. memory is lost with the broker; file survives its restart.")
+    stream_replicas: int = _row(1, "SIE_STREAM_REPLICAS", "gateway config", _whole(1, 5), "Copies of each work stream and of the catalogue, at most the number of brokers.")
     queue_max_bytes: int = _row(1 << 30, "SIE_QUEUE_MAX_BYTES", "gateway", _whole(1 << 20), "Most bytes in one pool's work stream; beyond it the newest work is refused.")
     # worker
     pool: str = _row("_default", "SIE_POOL", "sidecar gateway", ("1 to 63 letters, digits, _ or -", _pool), "Pool of the worker, part of stream and subject names.")
@@ -342,6 +343,9 @@ class Settings:
     @property
     def cache_folder(self) -> Path:
         return Path(self.local_cache or self.hf_home).expanduser()
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
 
 
 ROWS: tuple[Row, ...] = tuple(
@@ -420,7 +424,7 @@ def shown(row: Row, value: Any) -> str:
         return ",".join("=".join(part) if isinstance(part, tuple) else str(part) for part in value)
     if isinstance(value, bool):
         return str(value).lower()
-    if row.name.endswith("_URL"):
+    if row.name.endswith(("_URL", "_ENDPOINT")):
         return public_url(str(value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 

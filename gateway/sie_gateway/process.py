@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import QueueUnavailable
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, HttpConfigSource, packaged_catalogue
 from sie_contracts.runtime.http import HttpServer
@@ -23,6 +23,10 @@ from sie_gateway.queue import WorkQueue
 EPOCH_POLL_S = 10.0
 FULL_EXPORT_S = 300.0
 DRAIN_S = 9.0  # with the 5 s that open connections get, inside the 15 s of a default grace period
+_SETTINGS = {  # what to blame for a field of the stream that differs
+    "storage": "SIE_STREAM_STORAGE", "replicas": "SIE_STREAM_REPLICAS", "max_bytes": "SIE_QUEUE_MAX_BYTES",
+    "max_age_s": "SIE_GATEWAY_REQUEST_TIMEOUT",
+}  # fmt: skip
 _logger = logging.getLogger("sie.gateway")
 
 
@@ -37,7 +41,7 @@ async def serve(
     nats_monitor_url: str | None = None,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop`, then finish what was accepted. Returns the exit status."""
+    """Serve until `stop`, then finish what was accepted. Returns the exit status. Raises SettingError."""
     metrics = Metrics()
     initial = packaged_catalogue() if source is None else None
     feed = CatalogueFeed(
@@ -49,43 +53,63 @@ async def serve(
     inference = Inference(settings, feed, fleet, queue, inbox, metrics, {settings.pool})
     gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url)
     main = HttpServer(create_app(gateway), host, port, setting="--port")
-    side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
+    try:
+        side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
+    except SettingError:
+        await main.stop()
+        raise
     tasks = Tasks(_logger, stop.request)
     await main.start()
     await side.start()
-    tasks.start(feed.run(stop), "catalogue feed")
-    await fleet.start()
-    await inbox.start()
-    await retry(
-        lambda: queue.ensure_pool(settings.pool), errors=(BrokerError,), stop=stop, logger=_logger, what=f"work stream of {settings.pool}"
-    )
+    try:
+        tasks.start(feed.run(stop), "catalogue feed")
+        await fleet.start()
+        await inbox.start()
+        await retry(
+            lambda: _own_stream(queue, settings), errors=(BrokerError,), stop=stop, logger=_logger,
+            what=f"work stream of {settings.pool}",
+        )  # fmt: skip
 
-    async def on_reconnect() -> None:
-        try:
-            lost = await queue.reverify()
-        except BrokerError as error:
-            _logger.warning("after the reconnect: %s", error)
-            return
-        if lost:
-            _logger.error("the work stream was lost with the broker; %d open requests fail", len(inbox))
-            inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
+        async def on_reconnect() -> None:
+            try:
+                lost = await queue.reverify()
+            except BrokerError as error:
+                _logger.warning("after the reconnect: %s", error)
+                return
+            if lost:
+                _logger.error("the work stream was lost with the broker; %d open requests fail", len(inbox))
+                inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
 
-    broker.on_reconnect(on_reconnect)
-    gateway.started = True
-    if on_listening is not None:
-        on_listening(main.port)
-    _logger.info("gateway listening on %s:%d, metrics on %d", host, main.port, side.port)
-    await stop.wait()
-    gateway.draining = True
-    _logger.info("gateway draining, %d requests in progress", inference.in_progress)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(inference.idle.wait(), DRAIN_S)
-    await main.stop()
-    await side.stop()
-    await inbox.stop()
-    await tasks.settle(2.0)
-    await tasks.cancel()
+        broker.on_reconnect(on_reconnect)
+        gateway.started = True
+        if on_listening is not None:
+            on_listening(main.port)
+        _logger.info("gateway listening on %s:%d, metrics on %d", host, main.port, side.port)
+        await stop.wait()
+        gateway.draining = True
+        _logger.info("gateway draining, %d requests in progress", inference.in_progress)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(inference.idle.wait(), DRAIN_S)
+    finally:
+        stop.request()
+        await main.stop()
+        await side.stop()
+        await inbox.stop()
+        await tasks.settle(2.0)
+        await tasks.cancel()
     return 1 if tasks.failed else 0
+
+
+async def _own_stream(queue: WorkQueue, settings: Settings) -> None:
+    """Make the pool's stream. A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError."""
+    try:
+        await queue.ensure_pool(settings.pool)
+    except TopologyMismatch as error:
+        raise SettingError(_SETTINGS.get(error.field, "SIE_POOL"), str(error)) from error
+    except BrokerError as error:
+        if settings.stream_replicas > 1 and "non-clustered" in str(error):
+            raise SettingError("SIE_STREAM_REPLICAS", f"got {settings.stream_replicas}, but the broker is a single server") from error
+        raise
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None) -> int:

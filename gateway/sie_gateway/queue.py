@@ -11,7 +11,7 @@ from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, StreamFull, TopologyMismatch
 from sie_contracts.errors import QueueFull, QueueUnavailable, SIEError
 from sie_contracts.messages import WorkItem
-from sie_contracts.settings import Settings
+from sie_contracts.settings import SettingError, Settings
 from sie_contracts.topology import Lane
 from sie_gateway.metrics import Metrics
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger("sie.gateway.queue")
 
 
 class WorkQueue:
-    """The gateway owns the topology: it creates streams and consumers; everybody else verifies."""
+    """The gateway owns the topology: it creates streams and consumers; everybody else verifies. Raises SettingError."""
 
     def __init__(self, broker: Broker, settings: Settings, metrics: Metrics) -> None:
         self._broker = broker
@@ -32,8 +32,12 @@ class WorkQueue:
         self._created: dict[str, str] = {}  # stream name -> when the broker created it
         self._ensured: dict[str, asyncio.Task[None]] = {}
         self.payload_bytes = broker.max_payload - HEADROOM_BYTES
-        if settings.inline_payload_bytes is not None:
-            self.payload_bytes = min(self.payload_bytes, settings.inline_payload_bytes)
+        wanted = settings.inline_payload_bytes
+        if wanted is not None:
+            if wanted > self.payload_bytes:
+                limit = f"the broker's max_payload {broker.max_payload} leaves {self.payload_bytes} for input"
+                raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {wanted}, {limit}")
+            self.payload_bytes = wanted
 
     def _spec(self, pool: str) -> topology.StreamSpec:
         settings = self._settings

@@ -149,6 +149,8 @@ def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device
     interactive, bulk = waiting.oldest(bulk=False), waiting.oldest(bulk=True)
     overdue = bulk is not None and waiting.overtakes >= limits.bulk_max_overtakes
     candidates = [queue for queue in ((bulk, interactive) if overdue else (interactive, bulk)) if queue is not None]
+    if not limits.bulk_max_overtakes:  # no overtaking either way: first come, first served
+        candidates.sort(key=lambda queue: queue.jobs[0].arrived_s)
     until_s: float | None = None
     for queue in candidates:
         count, full = _fill(queue, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -64,18 +65,21 @@ async def serve(settings: Settings, broker: Broker, source: ConfigSource | None,
         )  # fmt: skip
         stream = topology.stream_name(lane.pool)
         await retry(lambda: _verified(broker, stream), errors=(BrokerError,), stop=stop, logger=_logger, what=f"waiting for {stream}")
-        if not stop.requested:
-            await worker.start()
-            health.worker = worker
-            await _preload(settings, feed, link, worker, health, stop)
-            tasks.start(_upkeep(settings, worker, stop), "upkeep")
-            _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
-            await stop.wait()
-        _logger.info("sidecar draining, %d work items held", worker.depth)
-        health.leaving = True
-        await health.publish()
-        await worker.drain(DRAIN_S)
-        await broker.flush()
+        try:
+            if not stop.requested:
+                await worker.start()
+                health.worker = worker
+                await _preload(settings, feed, link, worker, health, stop)
+                tasks.start(_upkeep(settings, worker, stop), "upkeep")
+                _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
+                await stop.wait()
+        finally:
+            _logger.info("sidecar draining, %d work items held", worker.depth)
+            health.leaving = True
+            await health.publish()
+            await worker.drain(DRAIN_S)
+            with contextlib.suppress(BrokerError):  # gone as well: what it did not hear it delivers again
+                await broker.flush()
     finally:
         await tasks.cancel()
         await http.stop()

@@ -42,6 +42,7 @@ from sie_contracts.topology import ConsumerSpec, Lane, StreamSpec, work_consumer
 T = TypeVar("T")
 LANE = Lane("_default", "cpu", "default")
 STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
+STATE_WRITTEN_S = 0.5  # a broker with files writes who holds what about ten times a second; a crash forgets the last of it
 WAIT_S = 8.0  # far above what is expected, so that a busy machine does not fail a test
 
 
@@ -993,15 +994,39 @@ async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
     watch = await bucket.watch(handle, after=2)
     assert [entry.revision for entry in await box.fill(3)] == [3, 4, 5]
     for number in range(300):
-        await written.write([Write("k", b"%d" % number)])
-    await written.write([Write("k", None)])
+        await written.write([Write(f"n{number}", b"%d" % number)])
+    await written.write([Write("n0", None)])
     assert [entry.revision for entry in await box.fill(304)] == list(range(3, 307))
-    assert box.items[-1] == Entry("k", None, 306)
+    assert box.items[-1] == Entry("n0", None, 306)
 
     await watch.stop()
     await written.write([Write("k", b"unseen")])
     await broker.flush()
     assert len(box.items) == 304
+
+
+async def test_a_watch_that_falls_behind_ends_at_the_newest_value(harness: Harness) -> None:
+    """C2: what was overwritten before it was handed over may be left out; what is seen is in order."""
+    broker = await harness.connect()
+    bucket = await broker.key_value("things")
+    box: Box[Entry] = Box()
+    last_seen = asyncio.Event()
+
+    async def handle(entry: Entry) -> None:
+        box.put(entry)
+        if entry.value == b"last":
+            last_seen.set()
+
+    watch = await bucket.watch(handle)
+    for _ in range(100):
+        await bucket.write([Write("k", b"x")])
+    await bucket.write([Write("k", b"last")])
+    async with asyncio.timeout(WAIT_S):
+        await last_seen.wait()
+    revisions = [entry.revision for entry in box.items]
+    assert revisions == sorted(set(revisions))
+    assert revisions[-1] == 101
+    await watch.stop()
 
 
 # ---- lost connections
@@ -1022,9 +1047,11 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     pulls.want(spec.name, 1)
     (first,) = await box.fill(1)
     await first.nak()
-    pulls.want(spec.name, 2)
-    again, second = (await box.fill(3))[1:]
-    assert (again.sequence, again.delivered, second.sequence) == (1, 2, 2)
+    pulls.want(spec.name, 5)
+    leased = (await box.fill(6))[1:]
+    again = [delivery.sequence for delivery in leased if delivery.delivered == 2]
+    assert again in ([], [1])  # the broker may serve what never went out before it hears of the nak
+    await box.quiet(STATE_WRITTEN_S)
     await broker.flush()
 
     await harness.crash()
@@ -1032,9 +1059,9 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     with pytest.raises(BrokerUnavailable):
         await broker.publish(subject_of("a"), b"x", "x", timeout_s=0.2)
     with pytest.raises(BrokerUnavailable):
-        await second.in_progress()
+        await leased[0].in_progress()
     with pytest.raises(BrokerUnavailable):
-        await second.nak()
+        await leased[0].nak()
     await harness.restore()
     restored_s = time.monotonic()
 
@@ -1042,8 +1069,9 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     await idle_box.fill(1, timeout_s=5.0)
     assert time.monotonic() - restored_s < 5.0
     pulls.want(spec.name, 20)
-    counts = {delivery.sequence: delivery.delivered for delivery in (await box.fill(13))[3:]}
-    assert counts == {1: 3, 2: 2} | dict.fromkeys(range(3, 11), 1)
+    counts = {delivery.sequence: delivery.delivered for delivery in (await box.fill(16))[6:]}
+    expected = dict.fromkeys(range(1, 11), 1) | {delivery.sequence: delivery.delivered + 1 for delivery in leased} | {1: 2 + len(again)}
+    assert counts == expected
     for delivery in [*box.items, *idle_box.items]:
         await delivery.ack()
     await messages_left(broker, 0)
@@ -1081,6 +1109,7 @@ async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker,
     pulls = broker.pulls(STREAM.name, box.put)
     pulls.want(spec.name, 1)
     (delivery,) = await box.fill(1)
+    await box.quiet(STATE_WRITTEN_S)
     await harness.crash()
     await delivery.ack()
     await harness.restore()
@@ -1116,7 +1145,7 @@ async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
     assert await steps.fill(2) == ["first", "second"]
     assert await bucket.epoch() == epoch
     for number in range(3, 10):
-        assert await bucket.write([Write("a", b"%d" % number)]) == number
+        assert await bucket.write([Write(f"k{number}", b"x")]) == number
     assert [entry.revision for entry in await box.fill(9)] == list(range(1, 10))
     await box.quiet(0.3)
     await watch.stop()

@@ -9,6 +9,7 @@ equal its padded ones. Otherwise it runs padded on its stock attention, with a l
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from sie_contracts.catalogue import LoadOptions, ModelEntry
 
 _logger = logging.getLogger("sie.adapter")
 
+# While transformers constructs a model it changes torch for the whole process: its default precision, which would change what the lanes
+# compute, unless it is float32 already, and functions of torch, which two loads would restore in the wrong order.
+_CONSTRUCTION = threading.Lock()
 _HARMLESS = ("pooler.", "position_ids")  # a pooler is never run; position ids are counted, not stored
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)  # past the local window of ModernBERT
 _TRIAL_COSINE = {torch.float32: 0.9999}  # per token; 16 bit: _TRIAL_COSINE_16
@@ -152,19 +156,28 @@ class TextEncoder:
 
 def _load_model(folder: Path, load: LoadOptions, compute: Compute) -> PreTrainedModel:
     attention.register()
-    stock = "eager" if compute.backend == "eager" else None
-    options: dict[str, Any] = {"attn_implementation": stock} if stock else {}
-    model, report = AutoModel.from_pretrained(
-        folder, dtype=compute.dtype, local_files_only=True, use_safetensors=True, trust_remote_code=load.trust_remote_code,
-        output_loading_info=True, **options,
-    )  # fmt: skip
+    options: dict[str, Any] = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
+    with _CONSTRUCTION:
+        model, report = AutoModel.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=load.trust_remote_code,
+            output_loading_info=True, **options,
+        )  # fmt: skip
     if model.config.is_encoder_decoder:
         raise load_failed("INCOMPATIBLE", f"{model.config.model_type} has a decoder, which the family text-encoder does not run")
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if not any(part in str(name) for part in _HARMLESS))
         if names:
             raise load_failed("INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}")
+    _cast(model, compute.dtype)
     return model.eval().requires_grad_(False).to(compute.device)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is another model."""
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    for name, parameter in model.named_parameters():
+        if kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _load_tokenizer(folder: Path, load: LoadOptions) -> bytes:

@@ -165,7 +165,10 @@ class KeyValue(Protocol):
         """`created:last revision`: equal epochs mean equal contents, also over a bucket that was lost and made anew."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        """Call `handler` for each write after revision `after`, in order, across reconnects, each once."""
+        """Call `handler` for each write after revision `after`, in order, across reconnects, each once.
+
+        A write that another of its key has replaced may be left out: a bucket keeps the last one.
+        """
 
 
 class Broker(Protocol):

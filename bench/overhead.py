@@ -1,0 +1,253 @@
+"""What the cluster costs over its engine, measured side by side in one run.
+
+1. One short text: the forward pass in this process (tokenise, forward, pool) and the same text over HTTP through the whole cluster, in
+   turn; the difference of each pair.
+2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine profile), against
+   the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and their ratio.
+
+Run `make bench`. Writes a table to bench/results/overhead.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import torch
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from client import closed_loop, connect, request
+
+from sie_adapter.engine import Engine, prepare_process
+from sie_adapter.lanes import Job
+from sie_contracts import ipc
+from sie_contracts.runtime.feed import packaged_catalogue
+from sie_contracts.settings import load
+from sie_sidecar.tokens import ModelTokenizer
+
+MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+SHORT = "What is deep learning?"
+WORDS = (  # one token each, so that the lengths below are token counts
+    *("search", "index", "query", "vector", "model", "worker", "stream", "river", "mountain", "engine", "paper", "market", "signal"),
+    *("winter", "garden", "music", "history", "physics", "language", "protein", "election", "planet", "museum", "bridge", "contract"),
+)
+TARGETS = {"mix": (0.85, 0.95), "short": (0.50, 0.50)}
+
+
+def texts_of(kind: str, count: int, seed: int = 3) -> list[str]:
+    """`mix`: log-normal lengths, mean about 87 tokens; `short`: 8 tokens with the special ones."""
+    rng = np.random.default_rng(seed)
+    lengths = np.full(count, 6) if kind == "short" else np.clip(rng.lognormal(4.1, 0.82, count), 2, 254).astype(int)
+    return [" ".join(rng.choice(WORDS, length)) for length in lengths]
+
+
+class Alone:
+    """The engine in this process."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        prepare_process()
+        settings = load(environ={**environ, "SIE_MACHINE_PROFILE": "cpu" if not torch.cuda.is_available() else "cuda"}).settings
+        self.engine = Engine(settings)
+        self.budget = settings.max_batch_cost
+        entry = packaged_catalogue().entries[MODEL]
+        resident, _ = self.engine.residency.ensure(MODEL, entry, "default", ())
+        self.precision = resident.describe(0.0).precision
+        self.tokenizer = ModelTokenizer(resident.weights.tokenizer, entry.max_tokens)
+
+    def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:
+        lengths = np.array([len(each) for each in ids], np.int32)
+        group = ipc.EpilogueGroup(0, len(ids))
+        return ipc.RunBatch("b", MODEL, "encode", lengths.tobytes(), np.concatenate(ids).astype(np.int32).tobytes(), (group,))
+
+    def one(self, text: str) -> None:
+        """Tokenise and run one text on the calling thread."""
+        (tokens,) = self.tokenizer.encode([text], "END", 0)
+        done = self.engine.execute(self.batch([tokens.ids]))
+        assert isinstance(done, ipc.BatchDone), done
+
+    def batches(self, texts: list[str]) -> list[ipc.RunBatch]:
+        """Texts in order, in batches within the token budget."""
+        found: list[ipc.RunBatch] = []
+        ids: list[np.ndarray] = []
+        for tokens in self.tokenizer.encode(texts, "END", 0):
+            if ids and sum(map(len, ids)) + len(tokens.ids) > self.budget:
+                found.append(self.batch(ids))
+                ids = []
+            ids.append(tokens.ids)
+        return [*found, self.batch(ids)]
+
+    def rate(self, batches: list[ipc.RunBatch], seconds: float) -> float:
+        """Texts per second with every lane busy."""
+        end_s = time.perf_counter() + seconds
+        done = 0
+        lock = threading.Lock()
+        source = _endless(batches)
+
+        def lane(_: int) -> None:
+            nonlocal done
+            while time.perf_counter() < end_s:
+                with lock:
+                    message = next(source)
+                job = Job(message, lambda _: None)
+                self.engine.lanes.submit(job)
+                job.finished.wait()
+                with lock:
+                    done += len(message.lengths) // 4
+
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(len(self.engine.lanes)) as pool:
+            list(pool.map(lane, range(len(self.engine.lanes))))
+        return done / (time.perf_counter() - started_s)
+
+
+def _endless(batches: list[ipc.RunBatch]) -> Iterator[ipc.RunBatch]:
+    while True:
+        yield from batches
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """`sie serve` as a user starts it."""
+
+    def __init__(self, extra: list[str]) -> None:
+        self.port, self._folder = free_port(), tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
+        argv = [
+            str(Path(sys.executable).with_name("sie")), "serve", "--port", str(self.port), "--data-dir", self._folder.name + "/data",
+            "--gateway-metrics-port", "0", "--worker-metrics-port", str(free_port()), "--preload", MODEL, "--no-spare", *extra,
+        ]  # fmt: skip
+        self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT)
+        end_s = time.monotonic() + 60
+        while not self._ready():
+            if time.monotonic() > end_s or self._process.poll() is not None:
+                raise RuntimeError(Path(self._folder.name, "log").read_text()[-3000:])
+            time.sleep(0.1)
+
+    def _ready(self) -> bool:
+        try:
+            models = httpx.get(f"http://127.0.0.1:{self.port}/v1/models", timeout=2, trust_env=False).json()["data"]
+        except (httpx.HTTPError, KeyError, ValueError):
+            return False
+        return any(model["id"] == MODEL and model["loaded"] for model in models)
+
+    def requests(self, texts: list[str], each: int) -> list[bytes]:
+        parts = [texts[start : start + each] for start in range(0, len(texts) - each + 1, each)]
+        return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+        self._log.close()
+        self._folder.cleanup()
+
+
+async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds alone and through the cluster, pair by pair."""
+    connection = await connect("127.0.0.1", cluster.port)
+    (message,) = cluster.requests([SHORT], 1)
+    here, there = [], []
+    for number in range(pairs + 30):
+        started_s = time.perf_counter()
+        alone.one(SHORT)
+        between_s = time.perf_counter()
+        status, body = await connection.send(message)
+        ended_s = time.perf_counter()
+        if status != 200:
+            raise RuntimeError(body[:300])
+        if number >= 30:
+            here.append((between_s - started_s) * 1000)
+            there.append((ended_s - between_s) * 1000)
+    connection.close()
+    return here, there
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each throughput measurement")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.md")
+    parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
+    arguments = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str = "") -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    with torch.inference_mode():
+        alone = Alone(dict(os.environ))
+        cluster = Cluster(arguments.serve)
+        try:
+            measure(alone, cluster, arguments, say)
+        finally:
+            cluster.stop()
+            alone.engine.stop(5)
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text("\n".join(lines) + "\n")
+
+
+def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores"
+    say(f"# Overhead of the cluster over its engine\n\n`python bench/overhead.py`, {versions}, MiniLM-L6 in {alone.precision}.\n")
+    here, there = uvloop.run(latency(alone, cluster, arguments.pairs))
+    difference = [b - a for a, b in zip(here, there, strict=True)]
+    say("| one short text, ms | p50 | p99 |\n|---|---|---|")
+    for name, values in (("in this process", here), ("through the cluster", there), ("difference of each pair", difference)):
+        say(f"| {name} | {statistics.median(values):.2f} | {percentile(values, 0.99):.2f} |")
+    say(f"\nGoals: difference p50 <= 2 ms, p99 <= 5 ms.\n\nTexts per second, median of {arguments.rounds} rounds, each in turn:\n")
+    say("| texts | engine alone | cluster, 64 x 1 | ratio | cluster, 8 x 32 | ratio | goals |\n|---|---|---|---|---|---|---|")
+    for kind, (goal_one, goal_many) in TARGETS.items():
+        texts = texts_of(kind, 1024 if kind == "mix" else 8192)
+        batches = alone.batches(texts)
+        ones, many = cluster.requests(texts, 1), cluster.requests(texts, 32)
+        engine, single, bulk = [], [], []
+        for number in range(arguments.rounds + 1):
+            rates = (
+                alone.rate(batches, arguments.seconds),
+                _cluster_rate(cluster, ones, 64, arguments.seconds, 1),
+                _cluster_rate(cluster, many, 8, arguments.seconds, 32),
+            )
+            if number:  # the first round warms up
+                for found, rate in zip((engine, single, bulk), rates, strict=True):
+                    found.append(rate)
+        ratio_one = statistics.median(b / a for a, b in zip(engine, single, strict=True))
+        ratio_many = statistics.median(b / a for a, b in zip(engine, bulk, strict=True))
+        say(
+            f"| {kind} | {statistics.median(engine):.0f} | {statistics.median(single):.0f} | {ratio_one:.2f} "
+            f"| {statistics.median(bulk):.0f} | {ratio_many:.2f} | {goal_one:.2f}, {goal_many:.2f} |"
+        )
+
+
+def _cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, each: int) -> float:
+    answered, taken_s, _ = uvloop.run(closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds))
+    return answered * each / taken_s
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What resolves to what: device, precision, attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sie_adapter import device as devices
+from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_device, resolve_precision, uses_varlen_kernel
+from sie_contracts.settings import SettingError
+
+AMPERE = AttentionFacts("cuda", (8, 0), flash_present=True, varlen_present=True, is_16_bit=True)
+HOPPER_BARE = AttentionFacts("cuda", (9, 0), flash_present=False, varlen_present=True, is_16_bit=True)
+TURING = AttentionFacts("cuda", (7, 5), flash_present=True, varlen_present=True, is_16_bit=True)
+FLOAT = AttentionFacts("cuda", (8, 0), flash_present=True, varlen_present=True, is_16_bit=False)
+CPU = AttentionFacts("cpu", is_16_bit=True, flash_present=True, varlen_present=True)
+MPS = AttentionFacts("mps", is_16_bit=True)
+
+
+@pytest.mark.parametrize(
+    ("requested", "facts", "backend", "reason", "varlen"),
+    [
+        ("auto", AMPERE, "flash_attention_2", "auto", True),
+        ("auto", HOPPER_BARE, "sdpa", "auto: the package flash-attn is not installed", True),
+        ("auto", TURING, "sdpa", "auto: compute capability 7.5 is below 8.0", False),
+        ("auto", FLOAT, "sdpa", "auto: the precision is float32", False),
+        ("auto", CPU, "sdpa", "auto: the device is cpu, not cuda", False),
+        ("auto", MPS, "sdpa", "auto: the device is mps, not cuda", False),
+        ("flash_attention_2", AMPERE, "flash_attention_2", "as requested", True),
+        ("flash_attention_2", CPU, "sdpa", "flash_attention_2 was requested but the device is cpu, not cuda", False),
+        ("flash_attention_2", FLOAT, "sdpa", "flash_attention_2 was requested but the precision is float32", False),
+        ("sdpa", AMPERE, "sdpa", "as requested", True),
+        ("eager", AMPERE, "eager", "as requested", True),
+    ],
+)
+def test_attention_resolves(requested: str, facts: AttentionFacts, backend: str, reason: str, varlen: bool) -> None:
+    assert resolve_attention(requested, facts) == (backend, reason)
+    assert uses_varlen_kernel(facts) is varlen
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "device_type", "has_bfloat16", "expected"),
+    [
+        (None, "float16", "cpu", True, torch.bfloat16),
+        (None, "float16", "cpu", False, torch.float32),
+        ("bfloat16", "float32", "cpu", False, torch.float32),
+        ("float32", "float16", "cpu", True, torch.float32),
+        ("bfloat16", "float16", "cuda", False, torch.bfloat16),
+        (None, "float16", "cuda", False, torch.float16),
+        (None, "float32", "mps", False, torch.float32),
+    ],
+)
+def test_precision_resolves(own: str | None, default: str, device_type: str, has_bfloat16: bool, expected: torch.dtype) -> None:
+    assert resolve_precision(own, default, device_type, has_bfloat16=has_bfloat16) is expected  # type: ignore[arg-type]
+
+
+def test_a_named_device_that_is_absent_is_a_start_error_with_the_name_of_the_setting() -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(SettingError, match="SIE_DEVICE") as raised:
+        resolve_device(absent)
+    assert raised.value.name == "SIE_DEVICE"
+
+
+def test_the_cpu_is_always_there_and_auto_finds_something() -> None:
+    assert resolve_device("cpu").type == "cpu"
+    assert resolve_device("auto").type in ("cpu", "cuda", "mps")
+
+
+def test_memory_is_within_its_total_and_cores_are_at_least_one() -> None:
+    memory = devices.memory(torch.device("cpu"))
+    assert 0 < memory.used_bytes < memory.total_bytes
+    assert 0 < memory.percent < 100
+    assert Memory(849, 1000).percent == pytest.approx(84.9)
+    assert devices.usable_cores() >= 1

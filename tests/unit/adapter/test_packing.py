@@ -1,0 +1,72 @@
+"""The packed layout: nothing lost, nothing shared between sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie_adapter.attention import Kernel
+from sie_adapter.calibration import KernelTable, uniform
+from sie_adapter.packing import Items, MalformedBatch, Positions, items, pack
+
+
+def as_items(sequences: list[list[int]]) -> Items:
+    lengths = np.array([len(ids) for ids in sequences], "<i4")
+    ids = np.array([token for ids in sequences for token in ids], "<i4")
+    return items(lengths.tobytes(), ids.tobytes())
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=40), min_size=1, max_size=30))
+def test_every_sequence_is_in_one_place_with_its_own_positions(sequences: list[list[int]]) -> None:
+    packed = pack(as_items(sequences), np.arange(len(sequences)), Positions(2))
+    assert sorted(packed.order) == list(range(len(sequences)))
+    assert sorted(packed.lengths) == list(packed.lengths)
+    for row, item in enumerate(packed.order):
+        place = slice(packed.bounds[row], packed.bounds[row + 1])
+        assert list(packed.ids[place]) == sequences[item]
+        assert list(packed.positions[place]) == list(range(2, 2 + len(sequences[item])))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40))
+def test_groups_cover_all_tokens_once_and_hold_equal_lengths(lengths: list[int]) -> None:
+    packed = pack(as_items([[7] * length for length in lengths]), np.arange(len(lengths)), Positions())
+    covered = [length for _, sequences, length in packed.groups for _ in range(sequences)]
+    assert covered == sorted(lengths)
+    assert [first for first, _, _ in packed.groups] == [0, *np.cumsum([n * length for _, n, length in packed.groups])[:-1]]
+
+
+def test_chosen_items_alone_are_packed() -> None:
+    packed = pack(as_items([[1, 2], [3], [4, 5, 6]]), np.array([0, 2]), Positions())
+    assert packed.ids.tolist() == [1, 2, 4, 5, 6]
+    assert packed.order.tolist() == [0, 2]
+
+
+def test_a_pad_id_inside_a_text_has_the_position_that_roberta_gives_it() -> None:
+    packed = pack(as_items([[9, 1, 8], [1, 9, 9]]), np.arange(2), Positions(2, 1))
+    assert packed.positions.tolist() == [2, 1, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ids"),
+    [(b"\1\0\0", b""), (b"\1\0\0\0", b""), (b"\1\0\0\0", b"\0\0\0\0\0\0\0\0"), (b"\xff\xff\xff\xff\1\0\0\0", b""), (b"", b"\0")],
+)
+def test_lengths_and_ids_that_do_not_belong_together_are_refused(lengths: bytes, ids: bytes) -> None:
+    with pytest.raises(MalformedBatch):
+        items(lengths, ids)
+
+
+def test_extremes_name_the_item_even_beside_empty_ones() -> None:
+    low, high = as_items([[5, 9], [], [3]]).extremes()
+    assert low.tolist() == [5, 0, 3]
+    assert high.tolist() == [9, 0, 3]
+
+
+def test_a_layout_names_a_kernel_per_length() -> None:
+    by_length = (Kernel.SDPA, Kernel.BLOCKS, *[Kernel.SDPA] * 4, Kernel.SDPA_FLOAT)
+    packed = pack(as_items([[1] * 8, [1] * 9, [1] * 9, [1] * 600]), np.arange(4), Positions())
+    assert KernelTable(by_length).layout(packed).tolist() == [
+        [0, 1, 8, Kernel.SDPA], [8, 2, 9, Kernel.BLOCKS], [26, 1, 600, Kernel.SDPA_FLOAT],
+    ]  # fmt: skip
+    assert uniform(Kernel.VARLEN).layout(packed).tolist() == [[0, 4, 600, Kernel.VARLEN]]

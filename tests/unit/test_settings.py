@@ -1,0 +1,441 @@
+"""The settings table against what is documented: defaults, bounds, precedence, warnings, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from sie_cli.main import main
+from sie_contracts.settings import (
+    BY_NAME,
+    COMPONENTS,
+    MACHINE_PROFILE_DEFAULTS,
+    ROWS,
+    Mode,
+    Row,
+    Secret,
+    SettingError,
+    default_worker_id,
+    load,
+    public_url,
+    shown,
+)
+
+SIE = str(Path(sys.executable).with_name("sie"))
+UNSET = "(unset)"
+CANARY = "canary-9f31"
+MODES: tuple[Mode, ...] = ("queue", "standalone")
+
+
+@dataclass(frozen=True)
+class Documented:
+    """One setting as documented. `default` as `sie settings` shows it; `good` is another legal value; `bad` are wrong or out of range."""
+
+    default: str
+    good: str
+    bad: tuple[str, ...] = ()
+
+
+# Transcribed from the documented table. Where the documented default is derived from another setting, or detected, it is unset here.
+DOCUMENTED = {
+    "SIE_DEVICE": Documented("auto", "cuda:1", ("gpu", "cuda:", "cuda:x", "")),
+    "SIE_MODELS_DIR": Documented(UNSET, "s3://bucket/models", ("ftp://host/models", "s3://")),
+    "SIE_MODEL_FILTER": Documented(UNSET, "a/one,b/two", (",", " , ")),
+    "SIE_GPU_TYPE": Documented(UNSET, "a100-80gb", ("two words", "-l4", "x" * 64)),
+    "SIE_LOCAL_CACHE": Documented(UNSET, "/cache"),
+    "SIE_CLUSTER_CACHE": Documented(UNSET, "gs://bucket/weights", ("/a/path", "https://host/x")),
+    "SIE_HF_FALLBACK": Documented("true", "false", ("maybe", "2", "")),
+    "HF_HOME": Documented("~/.cache/huggingface", "/hf", ("",)),
+    "SIE_MAX_BATCH_REQUESTS": Documented("64", "8", ("0", "-1", "many", "1.5", "")),
+    "SIE_MAX_BATCH_WAIT_MS": Documented("10", "0", ("-1", "soon", "")),
+    "SIE_MAX_BATCH_COST": Documented("16384", "4096", ("0", "16k", "")),
+    "SIE_MAX_CONCURRENT_REQUESTS": Documented("512", "20", ("0", "x", "")),
+    "SIE_MAX_ITEMS_PER_REQUEST": Documented("2048", "100", ("0", "x", "")),
+    "SIE_RUST_PIPELINE_DEPTH": Documented("2", "8", ("0", "9", "deep", "")),
+    "SIE_BATCHER_COALESCE_MS": Documented("5", "0", ("-1", "5ms", "")),
+    "SIE_BATCHER_MAX_BATCH_REQUESTS": Documented("12", "24", ("0", "x", "")),
+    "SIE_ADAPTIVE_MIN_QUANTUM_MS": Documented("2", "0", ("-1", "x", "")),
+    "SIE_ADAPTIVE_MAX_QUANTUM_MS": Documented("15", "40", ("-1", "x", "")),
+    "SIE_ADAPTIVE_TARGET_P50_MS": Documented("50", "0.5", ("0", "-1", "nan", "inf", "")),
+    "SIE_CHUNK_COST": Documented("4096", "16384", ("0", "x", "")),
+    "SIE_BULK_MAX_OVERTAKES": Documented("4", "0", ("-1", "x", "")),
+    "SIE_KEY_WINDOW_TOKENS": Documented("65536", "131072", ("0", "x", "")),
+    "SIE_ADOPT_AFTER_MS": Documented("2000", "0", ("-1", "x", "")),
+    "SIE_SWAP_AFTER_MS": Documented("1000", "5000", ("-1", "x", "")),
+    "SIE_NATS_URL": Documented(UNSET, "nats://one:4222,tls://two:4222", ("http://host", "host:4222", "nats://", "nats://host:99999")),
+    "SIE_GATEWAY_HEALTH_MODE": Documented("ws", "nats", ("http", "")),
+    "SIE_GATEWAY_CONFIGURED_GPUS": Documented(UNSET, "l4,l4-spot", (",",)),
+    "SIE_CONFIG_SERVICE_URL": Documented(UNSET, "http://config:8081", ("config:8081", "nats://config", "http://")),
+    "SIE_PAYLOAD_STORE_URL": Documented(UNSET, "/mnt/payloads", ("ftp://host/x", "gs://")),
+    "SIE_INLINE_PAYLOAD_BYTES": Documented(UNSET, "4096", ("1023", "1k")),
+    "SIE_PAYLOAD_TTL_S": Documented(UNSET, "7200", ("0", "1h")),
+    "SIE_ADMIN_TOKEN": Documented(UNSET, CANARY),
+    "SIE_CONFIG_READ_TOKEN": Documented(UNSET, CANARY),
+    "SIE_AUTH_MODE": Documented("none", "token", ("open", "tokens", "")),
+    "SIE_AUTH_TOKEN": Documented(UNSET, CANARY),
+    "SIE_AUTH_TOKENS": Documented(UNSET, f"{CANARY},{CANARY}-two", (",", " , ,")),
+    "SIE_NATS_CONFIG_TRUSTED_PRODUCERS": Documented("sie-config", "a,b", (",", "")),
+    "SIE_GATEWAY_WORKERS": Documented(UNSET, "http://a,http://b", (",",)),
+    "SIE_GATEWAY_KUBERNETES": Documented("false", "true", ("k8s", "")),
+    "SIE_GATEWAY_K8S_NAMESPACE": Documented("default", "search", ("two words", "")),
+    "SIE_GATEWAY_K8S_SERVICE": Documented("sie-worker", "other", ("two words", "")),
+    "SIE_GATEWAY_K8S_PORT": Documented("8080", "1", ("0", "65536", "http", "")),
+    "SIE_GATEWAY_METRICS_PORT": Documented("9090", "0", ("-1", "65536", "http", "")),
+    "SIE_GATEWAY_REQUEST_TIMEOUT": Documented("120", "0.5", ("0", "600.1", "-1", "nan", "2m", "")),
+    "SIE_LOAD_HOLD_S": Documented("20", "0", ("-0.1", "30", "x", "")),
+    "SIE_ROOT_PATH": Documented(UNSET, "/sie", ("sie", "/sie/", "/", "//")),
+    "SIE_DEFAULT_MODELS": Documented(UNSET, "embed=a/b,rerank=c/d", ("embed", "chat=a/b", "embed=", ",")),
+    "SIE_POOL_WRITE_ROLE": Documented("user", "admin", ("root", "")),
+    "SIE_STREAM_STORAGE": Documented("file", "memory", ("disk", "")),
+    "SIE_STREAM_REPLICAS": Documented("1", "3", ("0", "6", "x", "")),
+    "SIE_QUEUE_MAX_BYTES": Documented("1073741824", "1048576", ("1048575", "1g", "")),
+    "SIE_POOL": Documented("_default", "batch_2", ("a.b", "a b", "x" * 64, "")),
+    "SIE_BUNDLE": Documented("default", "vision", ("two words", "")),
+    "SIE_IPC_SOCKET_PATH": Documented("/tmp/sie-ipc.sock", "/run/sie.sock", ("sie.sock", "/" + "x" * 100, "")),
+    "SIE_MAX_CONCURRENT_BATCHES": Documented("4", "64", ("0", "65", "x", "")),
+    "SIE_IPC_POOL_SIZE": Documented(UNSET, "6", ("0", "x")),
+    "SIE_WORKER_METRICS_PORT": Documented("9095", "0", ("-1", "65536", "x", "")),
+    "SIE_WORKER_ID": Documented(UNSET, "w1", ("two words", "x" * 64)),
+    "SIE_MACHINE_PROFILE": Documented(UNSET, "l4-spot", ("two words", "x" * 64)),
+    "SIE_GPU_COUNT": Documented("1", "0", ("-1", "two", "")),
+    "SIE_GATEWAY_URL": Documented(UNSET, "http://gateway:8080", ("gateway:8080", "ws://gateway")),
+    "SIE_POOL_ADMISSION_ENABLED": Documented("true", "false", ("x", "")),
+    "SIE_WORKER_PING_INTERVAL_MS": Documented("2000", "100", ("99", "x", "")),
+    "SIE_WORKER_READYZ_STALE_MULT": Documented("3", "1.5", ("0.9", "x", "")),
+    "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": Documented("30000", "1000", ("999", "x", "")),
+    "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": Documented("300000", "0", ("-1", "x", "")),
+    "SIE_HEALTH_PUBLISH_INTERVAL_MS": Documented("5000", "100", ("99", "x", "")),
+    "SIE_HEARTBEAT_TIMEOUT_MS": Documented("15000", "20000", ("0", "x", "")),
+    "SIE_ACK_WAIT_S": Documented("10", "3", ("2", "x", "")),
+    "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": Documented("85", "90", ("0", "100", "x", "")),
+    "SIE_DISK_CACHE_ENABLED": Documented("true", "false", ("x", "")),
+    "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": Documented("85", "1", ("0", "100", "x", "")),
+    "SIE_IDLE_EVICT_S": Documented(UNSET, "300", ("0", "-1", "5m")),
+    "SIE_PRELOAD_MODELS": Documented(UNSET, "a/one,b/two", (",",)),
+    "SIE_LOG_JSON": Documented("false", "true", ("json", "")),
+    "SIE_TRACING_ENABLED": Documented("false", "true", ("otlp", "")),
+    "OTEL_SERVICE_NAME": Documented("sie-server", "gateway", ("",)),
+    "OTEL_TRACES_EXPORTER": Documented("otlp", "console", ("zipkin", "")),
+    "OTEL_EXPORTER_OTLP_ENDPOINT": Documented("http://localhost:4317", "http://collector:4317", ("collector:4317", "")),
+    "OTEL_TRACES_SAMPLER": Documented("always_on", "parentbased_traceidratio", ("sometimes", "")),
+    "OTEL_TRACES_SAMPLER_ARG": Documented("1", "0.1", ("-0.1", "1.1", "x", "")),
+    "SIE_PREPROCESSOR_WORKERS": Documented("4", "1", ("0", "x", "")),
+    "SIE_IMAGE_WORKERS": Documented("4", "1", ("0", "x", "")),
+    "SIE_ATTENTION_BACKEND": Documented("auto", "eager", ("flash", "")),
+    "SIE_DEFAULT_COMPUTE_PRECISION": Documented("float16", "bfloat16", ("fp16", "int8", "")),
+    "SIE_INSTRUMENTATION": Documented("false", "true", ("x", "")),
+    "SIE_MAX_LORAS_PER_MODEL": Documented("10", "2", ("0", "x", "")),
+}
+
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def test_the_table_holds_every_documented_setting_and_no_other() -> None:
+    """C16."""
+    assert set(DOCUMENTED) == set(BY_NAME)
+    assert len(BY_NAME) == len(ROWS) == len({row.field for row in ROWS}) == len({row.flag for row in ROWS})
+
+
+@each_row
+def test_a_row_says_what_it_is_for(row: Row) -> None:
+    assert re.fullmatch(r"(SIE|OTEL|HF)_[A-Z0-9_]+", row.name)
+    assert row.meaning.endswith(".")
+    assert row.expected
+    assert row.components
+    assert set(row.components) <= set(COMPONENTS)
+
+
+@each_row
+def test_a_setting_has_its_documented_default(row: Row) -> None:
+    """C16: also where everything else is set."""
+    others = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
+    # what these two name changes the defaults of others, on purpose
+    others = {name: raw for name, raw in others.items() if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE")}
+    for environ in ({}, others):
+        found = load(environ=environ)
+        assert shown(row, getattr(found.settings, row.field)) == DOCUMENTED[row.name].default
+        assert found.sources[row.name] == "default"
+
+
+@each_row
+def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variable(row: Row) -> None:
+    """C10."""
+    for raw in DOCUMENTED[row.name].bad:
+        for source in ({"environ": {row.name: raw}}, {"environ": {}, "flags": {row.name: raw}}):
+            with pytest.raises(SettingError) as caught:
+                load(**source)
+            assert caught.value.name == row.name
+            message = str(caught.value)
+            assert message.startswith(f"{row.name}: got ")
+            assert row.expected in message
+            assert row.secret or repr(raw.strip()[:100]) in message
+
+
+@each_row
+def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: Row) -> None:
+    """C10."""
+    if row.default is None:
+        found = load(environ={row.name: "  "})
+        assert getattr(found.settings, row.field) is None
+        assert found.sources[row.name] == "default"
+    else:
+        with pytest.raises(SettingError, match=f"^{row.name}: "):
+            load(environ={row.name: "  "})
+
+
+@each_row
+def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
+    good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
+    found = load(environ={row.name: f" {good} "})
+    assert getattr(found.settings, row.field) == row.read(good) != row.default
+    assert found.sources[row.name] == "environment"
+    found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
+    assert getattr(found.settings, row.field) == row.default
+    assert found.sources[row.name] == "flag"
+
+
+@pytest.mark.parametrize("profile", MACHINE_PROFILE_DEFAULTS)
+def test_a_measured_default_stands_between_environment_and_documented_default(profile: str) -> None:
+    for name, measured in MACHINE_PROFILE_DEFAULTS[profile].items():
+        row = BY_NAME[name]
+        where = f"machine profile {profile}"
+        for chooser in ("SIE_MACHINE_PROFILE", "SIE_GPU_TYPE", "SIE_POOL"):
+            found = load(environ={chooser: profile})
+            assert (getattr(found.settings, row.field), found.sources[name]) == (row.read(measured), where)
+        found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
+        assert (getattr(found.settings, row.field), found.sources[name]) == (3, "environment")
+        found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
+        assert (getattr(found.settings, row.field), found.sources[name]) == (5, "flag")
+        assert shown(row, row.default) == DOCUMENTED[name].default, "the documented default itself stays"
+
+
+def test_derived_defaults_follow_what_they_are_derived_from() -> None:
+    assert str(load(environ={"HF_HOME": "/hf"}).settings.cache_folder) == "/hf"
+    assert str(load(environ={"HF_HOME": "/hf", "SIE_LOCAL_CACHE": "/cache"}).settings.cache_folder) == "/cache"
+    assert load(environ={}).settings.pool_size == 4
+    assert load(environ={"SIE_MAX_CONCURRENT_BATCHES": "6"}).settings.pool_size == 6
+    assert load(environ={"SIE_MAX_CONCURRENT_BATCHES": "6", "SIE_IPC_POOL_SIZE": "3"}).settings.pool_size == 3
+    assert load(environ={"SIE_POOL": "batch"}).settings.profile == "batch"
+    assert load(environ={"SIE_POOL": "batch", "SIE_GPU_TYPE": "L4"}).settings.profile == "l4"
+    assert load(environ={"SIE_POOL": "batch", "SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}).settings.profile == "l4-spot"
+    assert re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", default_worker_id())
+    assert load(environ={"SIE_POOL": "default"}).settings.pool == "_default"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "16"}, "SIE_ADAPTIVE_MIN_QUANTUM_MS"),
+        ({"SIE_HEALTH_PUBLISH_INTERVAL_MS": "15000"}, "SIE_HEALTH_PUBLISH_INTERVAL_MS"),
+        ({"SIE_HEARTBEAT_TIMEOUT_MS": "5000"}, "SIE_HEALTH_PUBLISH_INTERVAL_MS"),
+        ({"SIE_AUTH_MODE": "static"}, "SIE_AUTH_MODE"),
+        ({"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": ""}, "SIE_AUTH_MODE"),
+    ],
+)
+def test_values_that_contradict_each_other_end_the_start(environ: dict[str, str], name: str) -> None:
+    """C9, C10, X2."""
+    with pytest.raises(SettingError) as caught:
+        load(environ=environ)
+    assert caught.value.name == name
+
+
+def test_an_unknown_variable_of_ours_is_warned_about_and_others_are_not() -> None:
+    found = load(environ={"SIE_MAX_BATCH_COSTS": "1", "PATH": "/bin", "OTEL_PYTHON": "x", "SIE_CHUNK_COST": "10"})
+    assert found.warnings == ("SIE_MAX_BATCH_COSTS is set, but no such setting exists",)
+
+
+@each_row
+def test_a_setting_without_effect_is_warned_about_once(row: Row) -> None:
+    """Knobs of the other mode, and settings whose capability is not there yet. Everything else is silent, and unset is always silent."""
+    good = DOCUMENTED[row.name].good
+    for mode in MODES:
+        expected = []
+        if row.mode not in (None, mode):
+            expected.append(f"{row.name} is set, but has no effect {'with --standalone' if mode == 'standalone' else 'in queue mode'}")
+        if row.waits_for:
+            expected.append(f"{row.name} is set, but this version has no {row.waits_for} yet")
+        assert list(load(environ={row.name: good}, mode=mode).warnings) == expected
+        if not row.secret:
+            assert list(load(environ={}, flags={row.name: good}, mode=mode).warnings) == expected
+        assert load(environ={}, mode=mode).warnings == ()
+
+
+def test_the_knobs_of_each_mode_are_the_documented_ones() -> None:
+    assert {row.name for row in ROWS if row.mode == "standalone"} == {"SIE_MAX_BATCH_REQUESTS", "SIE_MAX_BATCH_WAIT_MS"}
+    assert {row.name for row in ROWS if row.mode == "queue"} == {"SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS"}
+
+
+# secrets
+
+SECRETS = {"SIE_ADMIN_TOKEN", "SIE_CONFIG_READ_TOKEN", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS"}
+WITH_CREDENTIALS = {
+    "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222", "SIE_CONFIG_SERVICE_URL": f"http://u:{CANARY}@config",
+    "SIE_GATEWAY_URL": f"http://u:{CANARY}@gateway", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{CANARY}@collector:4317",
+}  # fmt: skip
+SECRET_ENVIRON = {**{name: DOCUMENTED[name].good for name in SECRETS}, **WITH_CREDENTIALS, "SIE_AUTH_MODE": "static"}
+
+
+def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
+    """X11."""
+    assert {row.name for row in ROWS if row.secret} == SECRETS
+    options = {
+        option for command in main.commands.values() for parameter in command.params if isinstance(parameter, click.Option)
+        for option in parameter.opts
+    }  # fmt: skip
+    assert options.isdisjoint(BY_NAME[name].flag for name in SECRETS)
+    assert {"--max-batch-cost", "--nats-url"} <= options
+
+
+def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
+    """X11: repr and str of everything that holds them, the table, and errors about them."""
+    found = load(environ=SECRET_ENVIRON)
+    assert found.settings.auth_token == Secret(CANARY)
+    assert found.settings.nats_url is not None
+    assert CANARY in found.settings.nats_url, "it is there to be used"
+    printed = [repr(found), str(found.settings), repr(found.settings.auth_tokens), f"{found.settings.admin_token}", *found.warnings]
+    printed += [shown(row, getattr(found.settings, row.field)) for row in ROWS]
+    assert all(CANARY not in text for text in printed)
+    assert "host:4222,nats://other:4222" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("SIE_AUTH_TOKENS", " , "),
+        ("SIE_NATS_URL", f"http://user:{CANARY}@host"),
+        ("SIE_NATS_URL", f"nats://user:{CANARY}/x@host:4222"),
+        ("SIE_CONFIG_SERVICE_URL", f"ftp://user:{CANARY}@host"),
+    ],
+)
+def test_an_error_about_a_secret_does_not_repeat_it(name: str, raw: str) -> None:
+    """X11."""
+    with pytest.raises(SettingError) as caught:
+        load(environ={name: raw})
+    assert "got ***" in str(caught.value)
+    assert CANARY not in str(caught.value)
+
+
+def test_a_secret_compares_by_content_and_only_that() -> None:
+    secret = Secret("käse")
+    assert secret == Secret("käse")
+    assert secret != Secret("kase")
+    assert secret != "käse"
+    assert hash(secret) == hash(Secret("käse"))
+    assert secret.matches("käse")
+    assert not secret.matches("")
+    assert secret.reveal() == "käse"
+
+
+def test_public_urls_keep_all_but_the_credentials() -> None:
+    assert public_url("nats://u:p@a:4222, tls://b") == "nats://a:4222,tls://b"
+    assert public_url("https://token@host/path?x=1") == "https://host/path?x=1"
+
+
+# the command line
+
+
+def test_every_setting_has_its_flag_on_the_command_line_and_the_flag_wins() -> None:
+    """All flags at once, each against a different value in the environment."""
+    flags: list[str] = []
+    flagged = {row.name for row in ROWS if row.name.startswith("SIE_") and not row.secret}
+    for name in sorted(flagged):
+        row, good = BY_NAME[name], DOCUMENTED[name].good
+        flags += [row.flag if good == "true" else f"--no-{row.flag[2:]}"] if isinstance(row.default, bool) else [row.flag, good]
+    environ = {name: DOCUMENTED[name].default for name in flagged if DOCUMENTED[name].default != UNSET}
+    before = dict(os.environ)
+    answer = CliRunner().invoke(main, ["settings", "--json", *flags], env=environ)
+    assert answer.exit_code == 0, answer.output
+    told = {row["name"]: row for row in msgspec.json.decode(answer.stdout)}
+    assert list(told) == [row.name for row in ROWS]
+    for name in flagged:
+        row = BY_NAME[name]
+        assert told[name]["source"] == "flag"
+        assert told[name]["value"] == shown(row, row.read(DOCUMENTED[name].good))
+        assert told[name]["default"] == DOCUMENTED[name].default
+        assert told[name]["flag"] == row.flag
+    assert all(told[name]["flag"] == "" for name in set(told) - flagged)
+    assert dict(os.environ) == before, "nothing is written back (C10)"
+
+
+def test_the_settings_command_shows_value_source_and_meaning_and_no_secret() -> None:
+    """X11, C16."""
+    for arguments in (["settings"], ["settings", "--json"], ["settings", "--standalone"]):
+        answer = CliRunner().invoke(main, arguments, env={**SECRET_ENVIRON, "SIE_CHUNK_COST": "77", "SIE_MACHINE_PROFILE": "cpu"})
+        assert answer.exit_code == 0, answer.output
+        assert CANARY not in answer.output
+        assert all(row.name in answer.output for row in ROWS)
+    text = CliRunner().invoke(main, ["settings"], env={"SIE_CHUNK_COST": "77", "SIE_MACHINE_PROFILE": "cpu"}).output
+    assert "SIE_CHUNK_COST=77  [environment, default 4096]" in text
+    assert "SIE_MAX_BATCH_COST=4096  [machine profile cpu, default 16384]" in text
+    assert "SIE_MAX_CONCURRENT_REQUESTS=512  [default]" in text
+
+
+# real processes
+
+BAD_STARTS = [
+    ("settings", "SIE_HF_FALLBACK", "maybe"),
+    ("settings", "SIE_CHUNK_COST", "0"),
+    ("settings", "SIE_GATEWAY_REQUEST_TIMEOUT", "601"),
+    ("settings", "SIE_AUTH_MODE", "statik"),
+    ("settings", "SIE_DEVICE", "gpu0"),
+    ("settings", "SIE_GPU_TYPE", "two words"),
+    ("settings", "SIE_ROOT_PATH", "/sie/"),
+    ("settings", "SIE_MODEL_FILTER", ","),
+    ("settings", "SIE_AUTH_TOKENS", ","),
+    ("settings", "SIE_NATS_URL", "http://host"),
+    ("settings", "SIE_CLUSTER_CACHE", "/a/path"),
+    ("settings", "SIE_IPC_SOCKET_PATH", "relative.sock"),
+    ("settings", "SIE_POOL", "a.b"),
+    ("settings", "SIE_DEFAULT_MODELS", "chat=a"),
+    ("settings", "SIE_WORKER_METRICS_PORT", "70000"),
+    ("settings", "HF_HOME", ""),
+    ("settings", "SIE_HEALTH_PUBLISH_INTERVAL_MS", "15000"),
+    ("gateway", "SIE_CHUNK_COST", "x"),
+    ("config", "SIE_CHUNK_COST", "x"),
+    ("sidecar", "SIE_CHUNK_COST", "x"),
+    ("adapter", "SIE_CHUNK_COST", "x"),
+    ("serve", "SIE_CHUNK_COST", "x"),
+    ("standalone", "SIE_CHUNK_COST", "x"),
+]
+
+
+async def started(*arguments: str, **environ: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        SIE, *arguments, env={"PATH": os.environ["PATH"], **environ}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Path) -> None:
+    """C10: one of each kind of value, and each process of the cluster."""
+    at_once = asyncio.Semaphore(3)
+
+    async def check(command: str, name: str, raw: str) -> str:
+        more = ["--data-dir", str(tmp_path)] if command in ("serve", "standalone") else []
+        async with at_once:
+            status, out, err = await started(command, *more, **{name: raw})
+        right = (status, out) == (2, "") and err.startswith(f"error: {name}: ") and "Traceback" not in err and err.count("\n") == 1
+        return "" if right else f"{command} {name}={raw!r}: {status} {out}{err}"
+
+    wrong = await asyncio.gather(*(check(*start) for start in BAD_STARTS))
+    assert not any(wrong), "\n".join(wrong)
+
+
+async def test_a_real_process_reads_its_own_environment_and_warns_on_standard_error() -> None:
+    status, out, err = await started("settings", "--json", "--chunk-cost", "9", SIE_CHUNK_COST="8", SIE_TYPO="1", SIE_ADMIN_TOKEN=CANARY)
+    assert status == 0, err
+    told = {row["name"]: row for row in msgspec.json.decode(out)}
+    assert (told["SIE_CHUNK_COST"]["value"], told["SIE_CHUNK_COST"]["source"]) == ("9", "flag")
+    assert (told["SIE_ADMIN_TOKEN"]["value"], told["SIE_ADMIN_TOKEN"]["source"]) == ("***", "environment")
+    assert err == "warning: SIE_TYPO is set, but no such setting exists\n"

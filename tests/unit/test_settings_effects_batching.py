@@ -1,0 +1,162 @@
+"""What the batching settings do, on a virtual clock: from the variable through the sidecar's limits to the batches that are formed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from inprocess import settings_of
+
+from sie_contracts.messages import Truncate
+from sie_contracts.settings import Mode, load
+from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
+from sie_sidecar.process import limits_of
+from sie_sidecar.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
+
+KEY = BatchKey("toy/one", "local", "encode", "", "")
+IDLE = Device(sent=0, lanes=1, depth=2, more_expected=False)
+EXPECTING = Device(sent=0, lanes=1, depth=2, more_expected=True)
+
+
+def limits(mode: Mode = "queue", **environ: str) -> Limits:
+    return limits_of(settings_of(mode, **environ), mode)
+
+
+def jobs(count: int, cost: int = 1, *, every_s: float = 0.0, bulk: bool = False) -> list[Job[int]]:
+    return [Job(KEY, cost, number * every_s, number, bulk) for number in range(count)]
+
+
+def batches_of(waiting: Sequence[Job[int]], bounds: Limits, now_s: float = 0.0) -> list[Batch[int]]:
+    """All batches that an idle device is given when these jobs wait."""
+    queue: Waiting[int] = Waiting()
+    for job in waiting:
+        queue.add(job)
+    formed = []
+    while isinstance(batch := next_batch(queue, now_s, bounds, IDLE), Batch):
+        formed.append(batch)
+    assert not len(queue)
+    return formed
+
+
+def sizes(waiting: Sequence[Job[int]], bounds: Limits) -> list[int]:
+    return [len(batch.jobs) for batch in batches_of(waiting, bounds)]
+
+
+def sent_at(arrivals: Sequence[Job[int]], bounds: Limits) -> list[tuple[float, int]]:
+    """Seconds and size of each batch for jobs that arrive at their own times, more being expected until the last has come."""
+    queue: Waiting[int] = Waiting()
+    coming = list(arrivals)
+    formed: list[tuple[float, int]] = []
+    now_s = 0.0
+    while coming or len(queue):
+        while coming and coming[0].arrived_s <= now_s:
+            queue.add(coming.pop(0))
+        action = next_batch(queue, now_s, bounds, EXPECTING)
+        if isinstance(action, Batch):
+            formed.append((now_s, len(action.jobs)))
+            continue
+        events = [job.arrived_s for job in coming[:1]] + ([action.until_s] if isinstance(action, Wait) else [])
+        now_s = min(events)
+    return formed
+
+
+@pytest.mark.parametrize("mode", ["queue", "standalone"])
+def test_max_batch_cost_bounds_the_tokens_of_a_batch(mode: Mode) -> None:
+    """SIE_MAX_BATCH_COST: 32 texts of 512 tokens are one batch, or four; one item over the budget runs alone (S18)."""
+    roomy = {"SIE_MAX_BATCH_REQUESTS": "64", "SIE_BATCHER_MAX_BATCH_REQUESTS": "64"}
+    assert sizes(jobs(32, 512), limits(mode, **roomy)) == [32]
+    assert sizes(jobs(32, 512), limits(mode, SIE_MAX_BATCH_COST="4096", **roomy)) == [8, 8, 8, 8]
+    oversize = [*jobs(1, 10), *jobs(1, 9000), *jobs(1, 10)]
+    assert sizes(oversize, limits(mode, SIE_MAX_BATCH_COST="4096", **roomy)) == [1, 1, 1]
+
+
+def test_max_batch_requests_bounds_the_items_of_a_batch_with_standalone_only() -> None:
+    """SIE_MAX_BATCH_REQUESTS."""
+    assert sizes(jobs(128), limits("standalone")) == [64, 64]
+    assert sizes(jobs(128), limits("standalone", SIE_MAX_BATCH_REQUESTS="8")) == [8] * 16
+    assert limits("queue", SIE_MAX_BATCH_REQUESTS="8") == limits("queue")
+    assert len(load(environ={"SIE_MAX_BATCH_REQUESTS": "8"}, mode="queue").warnings) == 1
+
+
+def test_max_batch_wait_is_how_long_a_lone_item_waits_for_an_expected_one_with_standalone_only() -> None:
+    """SIE_MAX_BATCH_WAIT_MS: a batch that is full never waits."""
+    lone = jobs(1)
+    assert sent_at(lone, limits("standalone")) == [(0.01, 1)]
+    assert sent_at(lone, limits("standalone", SIE_MAX_BATCH_WAIT_MS="5")) == [(0.005, 1)]
+    assert sent_at(lone, limits("standalone", SIE_MAX_BATCH_WAIT_MS="200")) == [(0.2, 1)]
+    assert sent_at(lone, limits("standalone", SIE_MAX_BATCH_WAIT_MS="0")) == [(0.0, 1)]
+    assert sent_at(jobs(64), limits("standalone", SIE_MAX_BATCH_WAIT_MS="200")) == [(0.0, 64)]
+    assert limits("queue", SIE_MAX_BATCH_WAIT_MS="200") == limits("queue")
+    assert len(load(environ={"SIE_MAX_BATCH_WAIT_MS": "200"}, mode="queue").warnings) == 1
+
+
+def test_coalescing_joins_what_arrives_within_the_window_in_queue_mode_only() -> None:
+    """SIE_BATCHER_COALESCE_MS: items every 3 ms; in a window of 5 ms they meet, in one of 1 ms they do not."""
+    assert [size for _, size in sent_at(jobs(6, every_s=0.003), limits())] == [2, 2, 2]
+    assert [size for _, size in sent_at(jobs(6, every_s=0.003), limits(SIE_BATCHER_COALESCE_MS="1"))] == [1] * 6
+    assert limits("standalone", SIE_BATCHER_COALESCE_MS="1") == limits("standalone")
+    assert len(load(environ={"SIE_BATCHER_COALESCE_MS": "1"}, mode="standalone").warnings) == 1
+
+
+def test_batcher_max_requests_bounds_the_items_of_a_batch_in_queue_mode_only() -> None:
+    """SIE_BATCHER_MAX_BATCH_REQUESTS."""
+    assert sizes(jobs(24), limits()) == [12, 12]
+    assert sizes(jobs(24), limits(SIE_BATCHER_MAX_BATCH_REQUESTS="6")) == [6] * 4
+    assert limits("standalone", SIE_BATCHER_MAX_BATCH_REQUESTS="6") == limits("standalone")
+    assert len(load(environ={"SIE_BATCHER_MAX_BATCH_REQUESTS": "6"}, mode="standalone").warnings) == 1
+
+
+def order_of(waiting: Sequence[Job[int]], bounds: Limits) -> str:
+    return "".join("b" if batch.jobs[0].bulk else "i" for batch in batches_of(waiting, bounds))
+
+
+@pytest.mark.parametrize(("variable", "overtakes"), [({}, 4), ({"SIE_BULK_MAX_OVERTAKES": "2"}, 2)])
+def test_bulk_work_is_overtaken_at_most_this_often(variable: dict[str, str], overtakes: int) -> None:
+    """SIE_BULK_MAX_OVERTAKES, S9: both priorities saturated; the oldest bulk batch goes after so many interactive ones."""
+    bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", **variable)
+    assert order_of([*jobs(4, bulk=True), *jobs(40)], bounds).startswith(("i" * overtakes + "b") * 4)
+
+
+def test_without_overtaking_it_is_first_come_first_served() -> None:
+    """SIE_BULK_MAX_OVERTAKES=0: neither priority starves the other."""
+    bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", SIE_BULK_MAX_OVERTAKES="0")
+    bulk, interactive = jobs(4, every_s=0.2, bulk=True), [Job(KEY, 1, 0.1 + 0.2 * number, number) for number in range(4)]
+    assert order_of([*bulk, *interactive], bounds) == "bibibibi"
+    assert order_of([*jobs(4, bulk=True), *interactive], bounds) == "bbbbiiii"
+
+
+class BarrierTokenizer:
+    """Encodes nothing; each call waits until `count` of them run at once, and the most that ever did is kept."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count)
+        self._lock = threading.Lock()
+        self._running = 0
+        self.peak = 0
+
+    def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
+        with self._lock:
+            self._running += 1
+            self.peak = max(self.peak, self._running)
+        self._barrier.wait(10)
+        with self._lock:
+            self._running -= 1
+        return [Tokens(np.full(3, len(text), np.int32), 3) for text in texts]
+
+
+@pytest.mark.parametrize(("variable", "workers"), [({}, 4), ({"SIE_PREPROCESSOR_WORKERS": "1"}, 1), ({"SIE_PREPROCESSOR_WORKERS": "6"}, 6)])
+async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers(variable: dict[str, str], workers: int) -> None:
+    """SIE_PREPROCESSOR_WORKERS: a barrier inside the tokenizer opens only when so many threads are in it, and no more ever are."""
+    pool = TokenizerPool(settings_of(**variable).preprocessor_workers)
+    tokenizer = BarrierTokenizer(workers)
+    texts = [["x" * (INLINE_CHARACTERS + 1 + number)] for number in range(3 * workers)]
+    try:
+        async with asyncio.timeout(10):
+            found = await asyncio.gather(*(pool.encode(tokenizer, each, "END", 0) for each in texts))  # type: ignore[arg-type]
+    finally:
+        pool.close()
+    assert tokenizer.peak == workers
+    assert [tokens[0].ids.tolist() for tokens in found] == [[len(each[0])] * 3 for each in texts]
