@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import oracle
 from cluster import MODEL
+
 from sie_contracts import arrays
 
 TEXTS = oracle.ragged_texts(64, seed=11, longest=60)

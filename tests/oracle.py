@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = (
-    "search index query vector model queue worker stream token batch river mountain engine paper market signal winter garden music "
-    "history physics language protein harbour election recipe compiler kernel planet museum violin bridge contract harvest"
-).split()
+    *("search", "index", "query", "vector", "model", "queue", "worker", "stream", "token", "batch", "river", "mountain", "engine"),
+    *("paper", "market", "signal", "winter", "garden", "music", "history", "physics", "language", "protein", "harbour", "election"),
+    *("recipe", "compiler", "kernel", "planet", "museum", "violin", "bridge", "contract", "harvest"),
+)
 
 
 @functools.cache

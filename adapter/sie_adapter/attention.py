@@ -23,6 +23,8 @@ IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # a window side without a limit
 # One block of scores stays inside the second-level cache; past it every pass over them waits for memory.
 _BLOCK_SCORES = 1 << 18
+# A row of at least one vector register: shorter ones are summed number by number, which took eight times as long.
+_SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
@@ -64,7 +66,7 @@ class MaskRequest:
         seen = self.allows(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), size)
         middle = size // 2
         row = self.allows(zero, zero, torch.tensor([[middle]]), keys[None, :]).expand(1, size)[0].nonzero().flatten()
-        if not len(row):
+        if middle not in row:
             raise AttentionUnsupported("a mask in which a token does not see itself")
         left, right = middle - int(row[0]), int(row[-1]) - middle
         pattern = Pattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
@@ -185,9 +187,12 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, p
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
         # in float32 also for speed: the bfloat16 softmax of a CPU takes five times as long unless the row divides by 32
         scores = scores.float()
+        if high - low < _SOFTMAX_ROW:
+            scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
         if (hidden := _hidden(start, stop, low, high, pattern, query.device)) is not None:
-            scores.masked_fill_(hidden, -math.inf)
-        mixed = torch.bmm(torch.softmax(scores, -1).to(value.dtype), value[:, low:high])
+            scores[:, :, : high - low].masked_fill_(hidden, -math.inf)
+        weights = torch.softmax(scores, -1).to(value.dtype)[:, :, : high - low]
+        mixed = torch.bmm(weights, value[:, low:high])
         output[:, :, start:stop].copy_(mixed.unflatten(0, (sequences, heads)))
 
 

@@ -84,6 +84,8 @@ class BatchRun:
         try:
             packed = self._encoder.pack(self._items, chosen)
             hidden = self._encoder.forward(packed)
+            if len(hidden) != len(packed.ids):
+                raise InternalFailure(f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length")
             vectors = pool(hidden, torch.from_numpy(packed.bounds).to(self._device), packed.groups.tolist(), self._pooling)
             self._pooled[torch.from_numpy(packed.order).to(self._device)] = vectors
             return

@@ -12,15 +12,16 @@ from sie_adapter.attention import FAR, Kernel
 from sie_adapter.packing import Int64, Packed
 
 _LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # one measurement stands for all lengths up to it and above the one before
-_TOKENS = 64  # short sequences come in groups, long ones alone
+_GROUP_TOKENS = 64  # of a typical group of short sequences
 _ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The kernel of each length bucket; one kernel for the whole batch where `whole` is set."""
+    """The kernel of each length bucket, for one sequence and for several; one kernel for the whole batch where `whole` is set."""
 
-    by_length: tuple[Kernel, ...] = (Kernel.SDPA,) * len(_LENGTHS)
+    alone: tuple[Kernel, ...]
+    grouped: tuple[Kernel, ...]
     whole: Kernel | None = None
 
     def layout(self, packed: Packed) -> Int64:
@@ -28,27 +29,31 @@ class KernelTable:
         if self.whole is not None:
             return np.array([[0, len(packed.order), packed.groups[-1, 2], self.whole]], np.int64)
         buckets = np.minimum(np.searchsorted(_LENGTHS, packed.groups[:, 2]), len(_LENGTHS) - 1)
-        return np.column_stack([packed.groups, np.asarray(self.by_length, np.int64)[buckets]])
+        kernels = np.asarray([self.alone, self.grouped], np.int64)[(packed.groups[:, 1] > 1).astype(np.int64), buckets]
+        return np.column_stack([packed.groups, kernels])
 
 
 def uniform(kernel: Kernel) -> KernelTable:
     """A table that always says `kernel`."""
-    return KernelTable((kernel,) * len(_LENGTHS), kernel if kernel >= Kernel.VARLEN else None)
+    kernels = (kernel,) * len(_LENGTHS)
+    return KernelTable(kernels, kernels, kernel if kernel >= Kernel.VARLEN else None)
 
 
 def measure(heads: int, key_heads: int, width: int, dtype: torch.dtype) -> KernelTable:
     """Time the grouped kernels of a CPU on this shape. Takes about 0.1 s; the choice changes speed and rounding, nothing else."""
     candidates = [Kernel.SDPA, Kernel.BLOCKS] if dtype is torch.float32 else [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS]
-    best = []
-    for limit in _LENGTHS:
+
+    def best(limit: int, sequences: int) -> Kernel:
         # 7/8 of the bucket's limit: real lengths are rarely multiples of a vector, and some kernels are only fast there
-        times = {kernel: _time(kernel, limit * 7 // 8, heads, key_heads, width, dtype) for kernel in candidates}
-        best.append(min(candidates, key=times.__getitem__))
-    return KernelTable(tuple(best))
+        times = {kernel: _time(kernel, limit * 7 // 8, sequences, heads, key_heads, width, dtype) for kernel in candidates}
+        return min(candidates, key=times.__getitem__)
+
+    alone = tuple(best(limit, 1) for limit in _LENGTHS)
+    grouped = tuple(best(limit, _GROUP_TOKENS // limit) for limit in _LENGTHS if limit < _GROUP_TOKENS)
+    return KernelTable(alone, grouped + alone[len(grouped) :])
 
 
-def _time(kernel: Kernel, length: int, heads: int, key_heads: int, width: int, dtype: torch.dtype) -> float:
-    sequences = max(1, _TOKENS // length)
+def _time(kernel: Kernel, length: int, sequences: int, heads: int, key_heads: int, width: int, dtype: torch.dtype) -> float:
     tokens = sequences * length
     query = torch.randn(tokens, heads, width, dtype=torch.float32).to(dtype)
     key = torch.randn(tokens, key_heads, width, dtype=torch.float32).to(dtype)

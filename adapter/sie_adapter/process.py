@@ -111,6 +111,10 @@ def _lock_file(path: Path) -> Iterator[int]:
 
 def _wait_for_lock(lock: int, wake: socket.socket, waker: socket.socket) -> bool:
     """Wait until this process holds the lock; false if a signal came first."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    _logger.info("adapter waits as a spare, pid %d", os.getpid())
 
     def wait() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from sie_contracts.runtime.process import EXIT_BAD_SETTING
+from sie_contracts.runtime.process import EXIT_BAD_SETTING, configure_logging
 from sie_contracts.settings import ROWS, Loaded, Mode, Row, SettingError, load, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,8 +49,13 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
         found = load(flags=flags_of(values), mode=mode)
     except SettingError as error:
         refuse(error)
+    if found.settings.log_json:
+        configure_logging(json=True)
     for warning in found.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        if found.settings.log_json:
+            logging.getLogger("sie.settings").warning("%s", warning)
+        else:
+            click.echo(f"warning: {warning}", err=True)
     return found
 
 

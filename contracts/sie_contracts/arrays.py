@@ -5,6 +5,7 @@ Only the dtypes listed here pass in either direction; object and structured arra
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -59,13 +60,13 @@ def _from_map(value: dict[Any, Any]) -> Array:
 
 
 def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
-    if dtype not in allowed:
+    if not isinstance(dtype, str) or dtype not in allowed:
         raise ValueError(f"array type: got {str(dtype)[:20]!r}, expected one of {', '.join(sorted(allowed))}")
     if not isinstance(shape, list) or not all(type(axis) is int and 0 <= axis < 2**31 for axis in shape) or len(shape) > 4:
         raise ValueError("array shape: expected a list of at most 4 non-negative integers")
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
-    expected = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    expected = math.prod(shape) * np.dtype(dtype).itemsize  # exact: a product in int64 can wrap round to a small one
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()

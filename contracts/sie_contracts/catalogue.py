@@ -136,9 +136,9 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def _invalid(message: str) -> ValidationFailed:
-    text, _, where = message.rpartition(" - at ")
-    loc = where.strip("`") or "$"
-    return ValidationFailed(f"{loc}: {text or message}", param=loc, extras={"errors": [{"loc": loc, "message": text or message}]})
+    text, at, where = message.rpartition(" - at ")
+    text, loc = (text, where.strip("`")) if at else (message, "$")  # msgspec does not name the root
+    return ValidationFailed(f"{loc}: {text}", param=loc, extras={"errors": [{"loc": loc, "message": text}]})
 
 
 def packaged_folder() -> Path:
@@ -202,51 +202,69 @@ class Catalogue:
         bundle, separator, rest = spec.partition(":/")
         if not separator:
             bundle, rest = "", spec
-        entry, profile = self._find_with_revision(rest), "default"
+        entry, profile = self._match(rest), "default"
         if entry is None and ":" in rest:
             name, _, profile = rest.rpartition(":")
-            entry = self._find_with_revision(name)
+            entry = self._match(name)
         if entry is None:
-            raise ModelNotFound(
-                f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(rest.split(":")[0].split("@")[0])}
-            )
+            raise self._unknown(rest)
         if bundle and bundle != entry.bundle:
             raise BundleConflict(
                 f"bundle {bundle[:100]!r} does not serve {entry.id}", param="model", extras={"compatible_bundles": [entry.bundle]}
             )
         return self.resolve_profile(entry, profile, rest)
 
-    def _find_with_revision(self, name: str) -> ModelEntry | None:
+    def _match(self, name: str) -> ModelEntry | None:
+        """The entry of `model[@revision]`, None also if it has another revision."""
         model, at, revision = name.partition("@")
         entry = self.find(model)
-        if entry is not None and at and revision != entry.revision:
-            raise ModelNotFound(
+        return None if entry is not None and at and revision != entry.revision else entry
+
+    def _unknown(self, rest: str) -> ModelNotFound:
+        model, at, revision = rest.partition("@")
+        entry = self.find(model)
+        if entry is not None and at:
+            return ModelNotFound(
                 f"{entry.id} has no revision {revision[:100]!r}", reason="revision_not_found", param="model",
                 extras={"revisions": [entry.revision]},
             )
-        return entry
+        return ModelNotFound(f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(model.split(":")[0])})
 
     @staticmethod
     def resolve_profile(entry: ModelEntry, profile: str, requested: str) -> Resolved:
         """Apply a profile to its model. Raises ModelNotFound with reason profile_not_found."""
-        run, load = entry.run, entry.load
-        if profile != "default":
-            variant = entry.profiles.get(profile)
-            if variant is None:
-                raise ModelNotFound(
-                    f"{entry.id} has no profile {profile[:100]!r}", reason="profile_not_found", param="model",
-                    extras={"profiles": ["default", *entry.profiles]},
-                )
-            for layer in (entry.profiles.get(variant.extends), variant):
-                if layer is not None:
-                    run, load = _overlay(run, layer.run), layer.load or load
-        same = load == entry.load
-        return Resolved(entry, profile, run, load, entry.id if same else f"{entry.id}:{profile}", requested)
+        if profile != "default" and profile not in entry.profiles:
+            raise ModelNotFound(
+                f"{entry.id} has no profile {profile[:100]!r}", reason="profile_not_found", param="model",
+                extras={"profiles": ["default", *entry.profiles]},
+            )
+        run, load = _layered(entry, profile)
+        # equal load options are one copy of the weights, named by the first profile that has them
+        owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
+        residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
+        return Resolved(entry, profile, run, load, residency, requested)
+
+
+def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
+    """The model's options with those of the profile, and of what it extends, over them."""
+    run, load = entry.run, entry.load
+    variant = entry.profiles.get(profile, Profile())
+    for layer in (entry.profiles.get(variant.extends), variant):
+        if layer is not None:
+            run, load = _overlay(run, layer.run), _overlay_load(load, layer.load)
+    return run, load
 
 
 def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
     changes = {name: value for name in RunDefaults.__struct_fields__ if (value := getattr(layer, name)) is not None}
     return msgspec.structs.replace(base, **changes)
+
+
+def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
+    """Key by key too. Trust is added by a layer and never taken back."""
+    if layer is None:
+        return base
+    return LoadOptions(layer.precision or base.precision, layer.trust_remote_code or base.trust_remote_code)
 
 
 class _Parameters:

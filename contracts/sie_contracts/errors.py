@@ -29,6 +29,7 @@ Messages name the offending path with the got and the expected value. They never
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -141,11 +142,13 @@ class AllItemsFailed(SIEError):
 
     code, status = "ALL_ITEMS_FAILED", 500
 
-    def __init__(self, message: str, *, failures: list[SIEError], **kwargs: Any) -> None:
+    def __init__(self, message: str, *, failures: Sequence[SIEError] = (), **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
-            self.status, self.retryable, self.retry_after_s = 503, True, 5
-        elif not any(failure.status >= 500 for failure in failures):
+            self.retry_after_s = 5
+        if self.retry_after_s:  # also of one that comes from its wire form, where the failures are not told
+            self.status, self.retryable = 503, True
+        elif failures and not any(failure.status >= 500 for failure in failures):
             self.status = 400
 
 

@@ -96,6 +96,7 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
     load_ms: float = 0.0
     preprocess_ms: float = 0.0
     batch_wait_ms: float = 0.0
+    device_wait_ms: float = 0.0
     inference_ms: float = 0.0
     postprocess_ms: float = 0.0
     worker_ms: float = 0.0

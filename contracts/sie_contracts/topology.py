@@ -20,6 +20,7 @@ DUPLICATE_WINDOW_S = 120.0
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _MAX_NAME = 180  # a durable's name is a folder name at the broker: 255 bytes less its own prefixes
+_MAX_LABEL = 48  # of a machine profile or bundle within it, so that the beginning of a name is always whole
 
 
 def token(name: str) -> str:
@@ -29,10 +30,9 @@ def token(name: str) -> str:
     return "".join(char if char in _PLAIN else "".join(f"_{byte:02x}" for byte in char.encode()) for char in name)
 
 
-def _bounded(name: str) -> str:
-    if len(name) <= _MAX_NAME:
-        return name
-    return f"{name[:100]}__{hashlib.sha256(name.encode()).hexdigest()}"
+def _bounded(name: str, most: int = _MAX_NAME) -> str:
+    """At most this many characters: a longer token ends in a digest of the whole behind `_z`, which no other token holds."""
+    return name if len(name) <= most else f"{name[: most - 34]}_z{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def pool_name(name: str) -> str:
@@ -89,7 +89,7 @@ class Lane:
 
     def consumer_prefix(self) -> str:
         """The beginning of the names of all consumers of this lane, and of no other's."""
-        return f"{token(self.machine_profile)}__{token(self.bundle)}__"
+        return f"{_bounded(token(self.machine_profile), _MAX_LABEL)}__{_bounded(token(self.bundle), _MAX_LABEL)}__"
 
 
 def work_stream(pool: str, *, storage: str, replicas: int, max_bytes: int, max_age_s: float, max_per_subject: int = 0) -> StreamSpec:
@@ -101,7 +101,8 @@ def work_subject(lane: Lane, priority: str, model: str) -> str:
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    name = _bounded(f"{lane.consumer_prefix()}{priority}__{token(model)}")
+    head = f"{lane.consumer_prefix()}{priority}__"
+    name = head + _bounded(token(model), _MAX_NAME - len(head))
     return ConsumerSpec(stream_name(lane.pool), name, work_subject(lane, priority, model), ack_wait_s)
 
 

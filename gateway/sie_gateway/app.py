@@ -137,10 +137,9 @@ _ENCODE_DOCS: dict[str, Any] = {
 
 def create_app(gateway: Gateway) -> App:
     """The application of the main port."""
-    settings = gateway.settings
     app = FastAPI(
         title="SIE", version=sie_contracts.__version__, description="encode, score, extract: the small models behind search and RAG",
-        root_path=settings.root_path or "", redoc_url=None, redirect_slashes=False,
+        redoc_url=None, redirect_slashes=False,
     )  # fmt: skip
 
     @app.post("/v1/encode/{model:path}", openapi_extra=_ENCODE_DOCS, summary="Vectors of inputs")
@@ -226,13 +225,13 @@ class Edge:
             return
         received_s = time.perf_counter()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if self._root and scope["path"].startswith(self._root + "/"):
-            scope = {**scope, "path": scope["path"][len(self._root) :]}
-        scope["root_path"] = ""
         path = scope["path"]
+        if self._root and path.startswith(self._root + "/"):
+            path = path[len(self._root) :]
         if path in _PROBES:
-            await self._probes(scope, receive, send)
+            await self._probes({**scope, "path": path}, receive, send)
             return
+        scope = {**scope, "path": self._root + path, "root_path": self._root}  # as ASGI has it: the path begins with the root path
         call = Call(uuid7(), received_s, headers)
         scope["sie.call"] = call
         status = 0

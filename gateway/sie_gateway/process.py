@@ -92,8 +92,7 @@ async def serve(
             await asyncio.wait_for(inference.idle.wait(), DRAIN_S)
     finally:
         stop.request()
-        await main.stop()
-        await side.stop()
+        await asyncio.gather(main.stop(), side.stop())
         await inbox.stop()
         await tasks.settle(2.0)
         await tasks.cancel()

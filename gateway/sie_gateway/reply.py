@@ -121,12 +121,13 @@ def failure_of(
 def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None) -> dict[str, float]:
     """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival."""
     stages = last.stages if last else None
-    load, preprocess, batch, inference, post, worker = (
-        (stages.load_ms, stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
+    preprocess, batch, inference, post, worker = (
+        (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
         if stages
-        else (0.0,) * 6
+        else (0.0,) * 5
     )
-    queue = max(0.0, wait_ms - worker) + load
+    # waiting for the broker, for a load and for the device are one stage: the queue
+    queue = max(0.0, wait_ms - worker) + (stages.load_ms + stages.device_wait_ms if stages else 0.0)
     rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
     values = {
         "queue_time": queue, "preprocess_time": preprocess, "batch_wait_time": batch, "inference_time": inference,

@@ -117,20 +117,24 @@ class AdapterLink:
             listener(connected)
 
     async def _open(self) -> None:
-        control = await _connect(self.path)
+        opened: list[_Connection] = []
         try:
+            control = await _connect(self.path)
+            opened.append(control)
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 await control.send(ipc.Describe())
                 description = await control.receive()
             if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
                 raise AdapterGone(f"{self.path}: another protocol, this sidecar speaks {ipc.PROTOCOL}")
-            connections = [await _connect(self.path) for _ in range(self._size)]
-        except TimeoutError as error:
-            control.close()
-            raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
-        except AdapterGone:
-            control.close()
+            while len(opened) <= self._size:
+                opened.append(await _connect(self.path))
+        except BaseException as error:
+            for connection in opened:
+                connection.close()
+            if isinstance(error, TimeoutError):
+                raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
             raise
+        connections = opened[1:]
         self._lost.clear()
         self._control, self._all, self.description = control, connections, description
         self._idle = asyncio.LifoQueue()

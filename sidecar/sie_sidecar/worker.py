@@ -54,6 +54,7 @@ class Held:
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
     sealed_s: float = 0.0
+    started_s: float = 0.0
     deaths: int = 0
     counted: int = 0  # its share of the cost that waits for the device
 
@@ -313,6 +314,9 @@ class Worker:
         def on_started() -> None:
             nonlocal started
             started = True
+            started_s = self._clock()
+            for held in jobs:
+                held.started_s = started_s
 
         self._batch_number += 1
         frame, note = self._frame(batch, f"{self._id}-{self._batch_number}")
@@ -517,15 +521,19 @@ def _size(piece: ArraySlice) -> int:
 
 
 def _stages(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:
-    """Contiguous marks: received, loaded, tokenised, sealed, answered. The adapter tells what part of the last was the forward pass."""
+    """Contiguous marks: received, loaded, tokenised, sealed, started, answered. Of the last the adapter tells what was the forward pass."""
     loaded_s = held.loaded_s or held.received_s
     tokenised_s = held.tokenised_s or loaded_s
     sealed_s = held.sealed_s or tokenised_s
+    inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
+    # the notice of the start may be read together with the result: what the adapter did is not waiting
+    most_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms
     return Stages(
         load_ms=(loaded_s - held.received_s) * 1000,
         preprocess_ms=(tokenised_s - loaded_s) * 1000,
         batch_wait_ms=(sealed_s - tokenised_s) * 1000,
-        inference_ms=done.inference_ms if done else 0.0,
-        postprocess_ms=done.postprocess_ms if done else 0.0,
+        device_wait_ms=max(0.0, min((held.started_s - sealed_s) * 1000, most_ms)),
+        inference_ms=inference_ms,
+        postprocess_ms=postprocess_ms,
         worker_ms=(now_s - held.received_s) * 1000,
     )

@@ -15,7 +15,9 @@ import oracle
 import pytest
 from cluster import MODEL, Cluster, running
 from scipy.stats import spearmanr
+
 from sie_contracts import arrays
+from sie_sdk import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 
 TIMING_KEYS = {
     "queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time", "total_time",
@@ -43,7 +45,7 @@ def post(client: httpx.Client, body: object, model: str = MODEL, **headers: str)
 
 def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> None:
     """W3, W4: ragged texts in one request, default precision of the device against float32."""
-    texts = oracle.ragged_texts(40, seed=1) + ["", "Zürich, 東京 and 😀", "First line.\nSecond line."]
+    texts = [*oracle.ragged_texts(40, seed=1), "", "Zürich, 東京 and 😀", "First line.\nSecond line."]
     answer = post(client, {"items": [{"text": text} for text in texts]})
     assert answer.status_code == 200
     got = np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
@@ -257,7 +259,8 @@ def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: b
 
 def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, param: str) -> None:
     body = answer.json()
-    assert (answer.status_code, body["code"], body["error"]["reason"], body["error"]["param"]) == (400, "INVALID_INPUT", reason, param), body
+    error = body["error"]
+    assert (answer.status_code, body["code"], error["reason"], error["param"]) == (400, "INVALID_INPUT", reason, param), body
     assert body["error"] == body["detail"]
     assert body["message"] == body["error"]["message"]
     assert body["error"]["type"] == "invalid_request_error"
@@ -307,3 +310,33 @@ def test_no_input_reaches_the_log(cluster: Cluster, client: httpx.Client) -> Non
 def test_openapi_and_docs_are_served(client: httpx.Client) -> None:
     assert "/v1/encode/{model}" in client.get("/openapi.json").json()["paths"]
     assert client.get("/docs").status_code == 200
+
+
+def test_the_sync_client(cluster: Cluster) -> None:
+    """E20: what the README shows, for one item and for a list."""
+    with SIEClient(cluster.url) as client:
+        single = client.encode(MODEL, Item(text="Hello", id="a"))
+        several = client.encode(MODEL, [Item(text="Hello"), "World"])
+        with pytest.raises(ModelNotFoundError) as caught:
+            client.encode("all-minilm", "Hello")
+        assert [model["id"] for model in client.list_models()] == [MODEL]
+    check_results(single, several)
+    assert caught.value.details["suggestions"] == [MODEL]
+
+
+async def test_the_async_client(cluster: Cluster) -> None:
+    """E20: the same calls, the same results."""
+    async with SIEAsyncClient(cluster.url) as client:
+        single = await client.encode(MODEL, Item(text="Hello", id="a"))
+        several = await client.encode(MODEL, [Item(text="Hello"), "World"])
+        with pytest.raises(RequestError):
+            await client.encode(MODEL, "Hello", dimensions=7)
+    check_results(single, several)
+
+
+def check_results(single: EncodeResult, several: list[EncodeResult]) -> None:
+    assert single["id"] == "a"
+    assert set(single["timing"]) == TIMING_KEYS
+    assert (single["dense"].shape, single["dense"].dtype) == ((384,), np.float32)
+    assert oracle.cosines(np.array([result["dense"] for result in several]), oracle.encode(["Hello", "World"])).min() >= 0.999
+    single["dense"][0] = 1.0

@@ -160,7 +160,7 @@ def _load_model(folder: Path, load: LoadOptions, compute: Compute) -> PreTrained
     with _CONSTRUCTION:
         model, report = AutoModel.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=load.trust_remote_code,
-            output_loading_info=True, **options,
+            ignore_mismatched_sizes=True, output_loading_info=True, **options,
         )  # fmt: skip
     if model.config.is_encoder_decoder:
         raise load_failed("INCOMPATIBLE", f"{model.config.model_type} has a decoder, which the family text-encoder does not run")

@@ -256,9 +256,9 @@ class _Stream:
             if overlap(spec.subject, other.spec.subject):
                 raise BrokerError(f"{spec.name}: its filter overlaps that of {other.spec.name}")
         consumer = self.consumers[spec.name] = _Consumer(spec, self)
-        for message in self.messages.values():
-            if matches(spec.subject, message.subject):
-                consumer.waiting[message.sequence] = None
+        subjects = {subject for subject in self.counts if matches(spec.subject, subject)}
+        if subjects:
+            consumer.waiting.update((number, None) for number, message in self.messages.items() if message.subject in subjects)
         return consumer
 
     def remove_consumer(self, name: str) -> bool:
@@ -499,10 +499,10 @@ class MemoryServer:
 
     def _listeners(self, subject: str) -> Iterator[_Listener]:
         for listener in self._exact.get(subject, ()):
-            if listener.broker.connected:
+            if listener.broker.live:
                 yield listener
         for listener in self._patterns:
-            if listener.broker.connected and matches(listener.subject, subject):
+            if listener.broker.live and matches(listener.subject, subject):
                 yield listener
 
 
@@ -527,6 +527,11 @@ class MemoryBroker:
         self._watches: set[_Watch] = set()
         self._handlers: list[Callable[[], Awaitable[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def live(self) -> bool:
+        """There is a connection. `connected` also says that all tasks of it are well."""
+        return self._live
 
     @property
     def connected(self) -> bool:
@@ -905,12 +910,12 @@ class _MemoryPulls:
                 return
             entry = self._credits[consumer] = _Credit(self)
         entry.left = max(0, credit)
-        if entry.left and not entry.queued and not self._stopped and self.broker.connected:
+        if entry.left and not entry.queued and not self._stopped and self.broker.live:
             self.attach(consumer)
 
     def outstanding(self, consumer: str) -> int:
         entry = self._credits.get(consumer)
-        return entry.left if entry is not None and self.broker.connected else 0
+        return entry.left if entry is not None and self.broker.live else 0
 
     async def stop(self) -> None:
         self.abandon()
@@ -933,7 +938,7 @@ class _MemoryPulls:
         entry = self._credits.get(name)
         stream = self._server.streams.get(self._stream)
         consumer = stream.consumers.get(name) if stream is not None else None
-        if entry is not None and consumer is not None and entry.left and not entry.queued and self.broker.connected:
+        if entry is not None and consumer is not None and entry.left and not entry.queued and self.broker.live:
             entry.queued = True
             consumer.credits.append(entry)
             self._server.serve(consumer)
@@ -1009,13 +1014,13 @@ class _Watch:
         self.catch_up()
 
     def written(self, entry: Entry) -> None:
-        if self._broker.connected and len(self._held) < _HELD_ENTRIES:
+        if self._broker.live and len(self._held) < _HELD_ENTRIES:
             self._held.append(entry)
             self._run()
 
     def catch_up(self) -> None:
         """Read what was not held for us."""
-        if self._broker.connected:
+        if self._broker.live:
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()
 

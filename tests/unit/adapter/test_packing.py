@@ -63,10 +63,11 @@ def test_extremes_name_the_item_even_beside_empty_ones() -> None:
     assert high.tolist() == [9, 0, 3]
 
 
-def test_a_layout_names_a_kernel_per_length() -> None:
+def test_a_layout_names_a_kernel_per_length_and_for_one_or_several() -> None:
     by_length = (Kernel.SDPA, Kernel.BLOCKS, *[Kernel.SDPA] * 4, Kernel.SDPA_FLOAT)
     packed = pack(as_items([[1] * 8, [1] * 9, [1] * 9, [1] * 600]), np.arange(4), Positions())
-    assert KernelTable(by_length).layout(packed).tolist() == [
-        [0, 1, 8, Kernel.SDPA], [8, 2, 9, Kernel.BLOCKS], [26, 1, 600, Kernel.SDPA_FLOAT],
+    grouped = (Kernel.SDPA, Kernel.REFERENCE, *[Kernel.SDPA] * 5)
+    assert KernelTable(by_length, grouped).layout(packed).tolist() == [
+        [0, 1, 8, Kernel.SDPA], [8, 2, 9, Kernel.REFERENCE], [26, 1, 600, Kernel.SDPA_FLOAT],
     ]  # fmt: skip
     assert uniform(Kernel.VARLEN).layout(packed).tolist() == [[0, 4, 600, Kernel.VARLEN]]

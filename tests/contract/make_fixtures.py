@@ -1,0 +1,107 @@
+"""Write the missing fixtures: one encoded example of every message and version.
+
+What is there is never written again: it is what old peers send.
+
+    python tests/contract/make_fixtures.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sie_contracts import ipc, messages
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.ipc import EpilogueGroup, LoadedModel
+from sie_contracts.messages import (
+    ArraySlice,
+    BatchNote,
+    ConfigDelta,
+    ConfigExport,
+    ConfigModel,
+    Confirmation,
+    Failed,
+    Heartbeat,
+    Input,
+    ModelStatus,
+    Ok,
+    RunOptions,
+    Stages,
+    WorkItem,
+    WorkResult,
+)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+_ERROR = ErrorInfo("MODEL_LOAD_FAILED", "no such file", "load_failed", "model", 3, {"error_class": "NOT_FOUND", "attempts": 2})
+_ENTRY = {"id": "org/model", "weights": {"hub": "org/model", "revision": "abc"}, "family": "f", "outputs": {"dense": 4}, "max_tokens": 8}
+_LOADED = LoadedModel("org/model", "abc", "f00d", "float16", "sdpa", 4096, 1.5)
+_OUTCOMES = (
+    Ok({"dense": ArraySlice("<f4", (2,), 0), "multivector": ArraySlice("<f2", (3, 1), 8)}, tokens=7, truncated=True),
+    Failed(_ERROR),
+)
+_BLOCK = bytes(range(14))
+
+# Every field of every message is set, and to something other than its default.
+EXAMPLES: dict[str, Any] = {
+    "work-1": WorkItem(
+        request="01a1f797-9264-759d-abab-85f412890591", chunk=3, model="org/model", revision="abc", operation="encode",
+        inputs=(Input("first é"), Input("")),
+        options=RunOptions(("dense", "sparse"), "query: ", " ?", "NONE", "cls", False, 128, 64, "lora"), reply="sie.result.1",
+        budget_ms=30_000, first=12, attempt=1, profile="fast", config_revision=9, priority="bulk", cost=321,
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    ),
+    "result-1": WorkResult(
+        request="01a1f797", chunk=3, worker="w1", outcomes=_OUTCOMES, block=_BLOCK, attempt=1, revision="abc", fingerprint="f00d",
+        stages=Stages(
+            load_ms=1.5, preprocess_ms=2.5, batch_wait_ms=3.5, device_wait_ms=0.5, inference_ms=4.5, postprocess_ms=5.5, worker_ms=6.5
+        ),
+        batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2),
+    ),
+    "confirm-1": Confirmation("duplicate"),
+    "heartbeat-1": Heartbeat(
+        worker="w1", pool="_default", machine_profile="l4", bundle="vision", ready=True, version="0.1.0", leaving=True, gpu_count=2,
+        gpu="NVIDIA L4", device="cuda:0", memory_used_bytes=5, memory_total_bytes=10, queue_depth=4, config_epoch="a:7",
+        models=(ModelStatus("org/model", "failed", 4096, 2, "f00d", _ERROR),),
+    ),
+    "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
+    "ipc1-Ping": ipc.Ping(),
+    "ipc1-Describe": ipc.Describe(),
+    "ipc1-EnsureReady": ipc.EnsureReady("org/model:fast", _ENTRY, "fast", ("org/other",)),
+    "ipc1-Release": ipc.Release("org/model"),
+    "ipc1-RunBatch": ipc.RunBatch(
+        "w1-7", "org/model", "encode", b"\x02\x00\x00\x00\x01\x00\x00\x00", b"\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00",
+        (EpilogueGroup(0, 1, ("sparse",), False, 64), EpilogueGroup(1, 2)), "cls", "lora", "00-0a-b7-01",
+    ),
+    "ipc1-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
+    "ipc1-Drain": ipc.Drain(),
+    "ipc1-Pong": ipc.Pong(4711, 0.25, 99),
+    "ipc1-Description": ipc.Description(1, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
+    "ipc1-Ready": ipc.Ready(_LOADED, b'{"model": {}}', 512, 1.25, ("org/other",)),
+    "ipc1-BatchStarted": ipc.BatchStarted("w1-7"),
+    "ipc1-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
+    "ipc1-Done": ipc.Done(),
+    "ipc1-Refused": ipc.Refused(_ERROR, "w1-7"),
+    "export-1": ConfigExport(
+        "a:7", (ConfigModel("org/model", _ENTRY, 7, ("default",), "id: org/model\n"),), ({"id": "default"},), 2, "2026-01-01T00:00:00+00:00"
+    ),
+}  # fmt: skip
+
+
+def encoded(name: str) -> bytes:
+    """As it travels: the export over HTTP in JSON, all else in msgpack."""
+    return msgspec.json.encode(EXAMPLES[name]) if name.startswith("export") else messages.encode(EXAMPLES[name])
+
+
+def path_of(name: str) -> Path:
+    return FIXTURES / f"{name}.{'json' if name.startswith('export') else 'msgpack'}"
+
+
+if __name__ == "__main__":
+    FIXTURES.mkdir(exist_ok=True)
+    for name in EXAMPLES:
+        if not path_of(name).exists():
+            path_of(name).write_bytes(encoded(name))
+            print(f"wrote {path_of(name).name}")

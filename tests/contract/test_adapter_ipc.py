@@ -1,0 +1,540 @@
+"""The real adapter process over its socket, with real MiniLM weights: vectors, faults of the peer, and the life of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import yaml
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from unit.adapter import toys
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import Failed, Ok
+
+MODEL = "mini"
+MAX_TOKENS = 256
+ENTRY: dict[str, Any] = yaml.safe_load((packaged_folder() / "models" / "all-MiniLM-L6-v2.yaml").read_text())
+
+GOLDEN = {  # model-notes 12A: sentence-transformers 6.2 in float32, first three numbers
+    "test": (0.011573, 0.025136, -0.036702),
+    "What is Deep Learning?": (-0.077851, -0.033280, 0.019743),
+    "Deep Learning is...": (-0.019065, -0.093105, 0.055280),
+    "": (-0.118838, 0.048299, -0.002548),
+    "First line.\nSecond line.": (-0.037936, 0.048721, -0.009999),
+    "Zürich, 東京 and 😀": (0.073833, 0.040385, 0.088571),
+    " ".join(["retrieval"] * 400): (-0.032249, 0.003895, -0.011342),
+}
+
+
+class Refusal(Exception):
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.code)
+        self.error = error
+
+
+@dataclass
+class Client:
+    """One connection, one request at a time."""
+
+    path: Path
+    connection: socket.socket = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        try:
+            self.connection.connect(str(self.path))
+        except OSError:
+            self.connection.close()
+            raise
+
+    def send(self, request: ipc.Request) -> None:
+        self.connection.sendall(ipc.frame(request))
+
+    def receive(self) -> ipc.Reply:
+        reply = ipc.reply(bytes(ipc.receive_frame(self.connection)))
+        if isinstance(reply, ipc.Refused):
+            raise Refusal(reply.error)
+        return reply
+
+    def ask(self, request: ipc.Request) -> Any:
+        self.send(request)
+        return self.receive()
+
+    def run(self, batch: ipc.RunBatch) -> ipc.BatchDone:
+        assert self.ask(batch) == ipc.BatchStarted(batch.batch)
+        done = self.receive()
+        assert isinstance(done, ipc.BatchDone)
+        return done
+
+    def load(self, model: str = MODEL, entry: dict[str, Any] | None = None) -> ipc.Ready:
+        ready = self.ask(ipc.EnsureReady(model, entry or ENTRY))
+        assert isinstance(ready, ipc.Ready)
+        return ready
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+@dataclass(eq=False)
+class Adapter:
+    """An adapter process and the lines of its log."""
+
+    path: Path
+    process: subprocess.Popen[str]
+
+    def wait_for(self, *texts: str) -> str:
+        """The next line of the log that holds one of `texts`."""
+        log: IO[str] = self.process.stderr  # type: ignore[assignment]  # a pipe, see start
+        for line in log:
+            if any(text in line for text in texts):
+                return line
+        raise AssertionError(f"the adapter ended with {self.process.wait()} and never logged {texts}")
+
+    def connect(self) -> Client:
+        return Client(self.path)
+
+
+def start(path: Path, **environ: str) -> Adapter:
+    code = (
+        "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\n"
+        "from sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings))"
+    )
+    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    settings = {
+        "SIE_IPC_SOCKET_PATH": str(path),
+        "SIE_DEVICE": "cpu",
+        "SIE_DEFAULT_COMPUTE_PRECISION": "float32",
+        "SIE_HF_FALLBACK": "false",
+    }
+    settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
+    process = subprocess.Popen([sys.executable, "-c", code], env={**known, **settings, **environ}, stderr=subprocess.PIPE, text=True)
+    return Adapter(path, process)
+
+
+@contextlib.contextmanager
+def running(path: Path, **environ: str) -> Iterator[Adapter]:
+    adapter = start(path, **environ)
+    try:
+        adapter.wait_for("adapter ready")
+        yield adapter
+    finally:
+        stop(adapter)
+
+
+def stop(adapter: Adapter) -> None:
+    adapter.process.kill()
+    adapter.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Iterator[Adapter]:
+    # not below pytest's own folder, which other users cannot enter
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "a.sock") as process:
+        yield process
+
+
+@pytest.fixture
+def client(adapter: Adapter) -> Iterator[Client]:
+    with adapter.connect() as connected:
+        connected.load()
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = Tokenizer.from_file(str(oracle.model_folder() / "tokenizer.json"))
+    made.enable_truncation(MAX_TOKENS)
+    made.no_padding()
+    return made
+
+
+def batch(sequences: list[list[int]], model: str = MODEL, **changes: Any) -> ipc.RunBatch:
+    fields: dict[str, Any] = {"epilogues": (ipc.EpilogueGroup(0, len(sequences)),), "batch": "b", **changes}
+    lengths = np.array([len(ids) for ids in sequences], "<i4").tobytes()
+    ids = np.array([token for ids in sequences for token in ids], "<i4").tobytes()
+    return ipc.RunBatch(model=model, operation="encode", lengths=lengths, ids=ids, **fields)
+
+
+def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+
+
+def vectors(done: ipc.BatchDone) -> NDArray[np.float32]:
+    arrays = [outcome.outputs["dense"] for outcome in done.outcomes if isinstance(outcome, Ok)]
+    assert len(arrays) == len(done.outcomes)
+    return np.stack([np.frombuffer(done.block, array.dtype, array.shape[0], array.offset) for array in arrays])
+
+
+def encode(client: Client, tokenizer: Tokenizer, texts: list[str], **changes: Any) -> NDArray[np.float32]:
+    return vectors(client.run(batch(token_ids(tokenizer, texts), **changes)))
+
+
+# vectors
+
+
+def test_golden_vectors(client: Client, tokenizer: Tokenizer) -> None:
+    got = encode(client, tokenizer, list(GOLDEN))
+    np.testing.assert_allclose(got[:, :3], list(GOLDEN.values()), atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ragged_batches_equal_the_oracle(seed: int, client: Client, tokenizer: Tokenizer) -> None:
+    """W3."""
+    texts = [*oracle.ragged_texts(40, seed), "", "a"]
+    assert np.abs(encode(client, tokenizer, texts) - oracle.encode(texts)).max() <= 1e-5
+
+
+def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
+    """W1, W4: sizes 2 to 64, random mates, every item against its solo result."""
+    texts = oracle.ragged_texts(64, 7, longest=60)
+    alone = np.stack([encode(client, tokenizer, [text])[0] for text in texts])
+    rng = np.random.default_rng(8)
+    for size in (2, 3, 5, 8, 13, 21, 34, 64):
+        chosen = rng.permutation(64)[:size]
+        got = encode(client, tokenizer, [texts[item] for item in chosen])
+        assert oracle.cosines(got, alone[chosen]).min() >= 0.9999
+        assert np.abs(got - alone[chosen]).max() <= 1e-5
+
+
+def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
+    """W4, in 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""
+    ready = client.load("mini-16", {**ENTRY, "load": {"precision": "bfloat16"}})
+    capabilities = torch.cpu.get_capabilities()
+    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    assert ready.loaded.precision == ("bfloat16" if has_bfloat16 else "float32")
+    texts = oracle.ragged_texts(64, 9, longest=200)
+    expected = oracle.encode(texts)
+    for size in (1, 2, 7, 64):
+        got = encode(client, tokenizer, texts[:size], model="mini-16")
+        assert oracle.cosines(got, expected[:size]).min() >= 0.999
+
+
+def test_options_of_a_group_apply_to_its_items_only(client: Client, tokenizer: Tokenizer) -> None:
+    """W18."""
+    texts = oracle.ragged_texts(4, 3)
+    groups = (ipc.EpilogueGroup(0, 1), ipc.EpilogueGroup(1, 2, dimensions=64), ipc.EpilogueGroup(2, 4, normalize=False))
+    done = client.run(batch(token_ids(tokenizer, texts), epilogues=groups))
+    arrays = [outcome.outputs["dense"] for outcome in done.outcomes if isinstance(outcome, Ok)]
+    got = [np.frombuffer(done.block, "<f4", array.shape[0], array.offset) for array in arrays]
+    full = oracle.encode(texts)
+    np.testing.assert_allclose(got[0], full[0], atol=1e-5)
+    np.testing.assert_allclose(got[1], full[1][:64] / np.linalg.norm(full[1][:64]), atol=1e-5)
+    np.testing.assert_allclose(got[3] / np.linalg.norm(got[3]), full[3], atol=1e-5)
+    assert abs(np.linalg.norm(got[3]) - 1) > 0.01
+
+
+def test_two_connections_at_once_get_their_own_vectors(adapter: Adapter, client: Client, tokenizer: Tokenizer) -> None:
+    """W1: lanes share nothing but weights."""
+    texts = [oracle.ragged_texts(12, seed, longest=40) for seed in range(4)]
+    expected = [oracle.encode(part) for part in texts]
+    worst: list[float] = []
+
+    def ask(number: int) -> None:
+        with adapter.connect() as own:
+            worst.extend(float(np.abs(encode(own, tokenizer, texts[number]) - expected[number]).max()) for _ in range(6))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(worst) == 24
+    assert max(worst) <= 1e-5
+
+
+def test_an_overflow_is_an_error_of_its_item_and_the_mates_are_right(client: Client, tmp_path: Path) -> None:
+    """W2: the state of the last position is infinite."""
+    folder = toys.save(tmp_path / "toy", "bert")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["embeddings.position_embeddings.weight"][270] = torch.inf
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    entry = {"id": "toy", "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280}
+    client.load("toy", {**entry, "run": {"pooling": "mean"}})
+    sequences = [ids.tolist() for ids in toys.random_ids([5, 275, 9])]
+    done = client.run(batch(sequences, "toy"))
+    assert [type(outcome) for outcome in done.outcomes] == [Ok, Failed, Ok]
+    failed = done.outcomes[1]
+    assert isinstance(failed, Failed)
+    assert (failed.error.code, failed.error.reason) == ("INFERENCE_ERROR", "non_finite")
+    alone = vectors(client.run(batch([sequences[0], sequences[2]], "toy")))
+    got = np.frombuffer(done.block, "<f4").reshape(2, 32)
+    np.testing.assert_allclose(got, alone, atol=1e-5)
+
+
+def test_items_out_of_range_are_errors_of_their_own(client: Client, tokenizer: Tokenizer) -> None:
+    done = client.run(batch([token_ids(tokenizer, ["test"])[0], [101] * 257, [1 << 30]]))
+    reasons = [outcome.error.reason for outcome in done.outcomes if isinstance(outcome, Failed)]
+    assert reasons == ["too_long", "token_out_of_range"]
+    np.testing.assert_allclose(np.frombuffer(done.block, "<f4")[:3], GOLDEN["test"], atol=1e-5)
+
+
+# questions
+
+
+def test_the_adapter_describes_itself(adapter: Adapter, client: Client) -> None:
+    description = client.ask(ipc.Describe())
+    assert description.protocol == ipc.PROTOCOL
+    assert description.pid == adapter.process.pid
+    assert description.device == "cpu"
+    assert 0 < description.memory_used_bytes < description.memory_total_bytes
+    model = next(model for model in description.models if model.model == MODEL)
+    assert (model.revision, model.precision, model.attention) == (ENTRY["weights"]["revision"], "float32", "sdpa")
+    assert model.memory_bytes > 80_000_000
+
+
+def test_the_tokenizer_that_comes_with_a_model_makes_the_oracle_s_tokens(client: Client, tokenizer: Tokenizer) -> None:
+    ready = client.load()
+    assert ready.max_tokens == MAX_TOKENS
+    sent = Tokenizer.from_str(ready.tokenizer.decode())
+    assert sent.truncation is None
+    assert sent.padding is None
+    texts = [text for text in GOLDEN if len(text) < 100]
+    assert [sent.encode(text).ids for text in texts] == token_ids(tokenizer, texts)
+
+
+def test_eight_askers_make_one_load(adapter: Adapter) -> None:
+    started = threading.Barrier(8)
+    seconds: list[float] = []
+
+    def ask() -> None:
+        with adapter.connect() as own:
+            started.wait()
+            seconds.append(own.load("raced").load_s)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seconds) == 8
+    assert len(set(seconds)) == 1  # each load has its own duration
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (batch([[101, 102]], "absent"), "MODEL_LOADING"),
+        (ipc.RunBatch("b", MODEL, "score", b"", b"", ()), "INVALID_INPUT"),
+        (ipc.RunBatch("b", MODEL, "encode", b"\1\0\0\0", b"", (ipc.EpilogueGroup(0, 1),)), "INTERNAL_ERROR"),
+        (ipc.EnsureReady("x", {"id": "x"}), "VALIDATION_ERROR"),
+        (ipc.EnsureReady("x", {**ENTRY, "weights": {"path": "/nowhere"}}), "MODEL_LOAD_FAILED"),
+        (ipc.EnsureReady("x", {**ENTRY, "family": "ner"}), "MODEL_LOAD_FAILED"),
+        (ipc.EnsureReady("x", ENTRY, profile="none"), "MODEL_NOT_FOUND"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_with_its_code(request_: ipc.Request, code: str, client: Client) -> None:
+    assert refusal(client, request_).code == code
+    assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
+
+
+def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
+    """The terminal reply to a request that must fail."""
+    client.send(request)
+    if isinstance(request, ipc.RunBatch):
+        assert client.receive() == ipc.BatchStarted(request.batch)
+    with pytest.raises(Refusal) as raised:
+        client.receive()
+    return raised.value.error
+
+
+def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tokenizer: Tokenizer) -> None:
+    first = client.load("passing").loaded.fingerprint
+    assert client.ask(ipc.ApplyConfig("passing", {**ENTRY, "run": {"pooling": "cls"}})) == ipc.Done()
+    changed = client.load("passing", {**ENTRY, "run": {"pooling": "cls"}})
+    assert changed.loaded.fingerprint != first
+    cls = encode(client, tokenizer, ["test"], model="passing")
+    assert np.abs(cls[0, :3] - GOLDEN["test"]).max() > 0.01
+    assert client.ask(ipc.Release("passing")) == ipc.Done()
+    assert refusal(client, batch([[101, 102]], "passing")).code == "MODEL_LOADING"
+
+
+def test_pings_are_quick_while_large_batches_and_a_load_run(adapter: Adapter, client: Client) -> None:
+    """S4, S20: p99 below 60 ms on the control connection."""
+    large = batch([[101, *[2003] * 250, 102]] * 24)
+    finished = threading.Event()
+
+    def work() -> None:
+        with adapter.connect() as own:
+            own.run(large)
+            own.load("beside")
+            own.run(large)
+        finished.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    seconds, busy = [], 0.0
+    while not finished.is_set():
+        started = time.perf_counter()
+        pong = client.ask(ipc.Ping())
+        seconds.append(time.perf_counter() - started)
+        busy = max(busy, pong.busy_s)
+    thread.join()
+    assert busy > 0
+    assert len(seconds) > 100
+    assert np.percentile(seconds, 99) < 0.06
+
+
+# faults of the peer
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the adapter ends the connection within a second."""
+    connection.settimeout(1.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_frame_cut_at_any_byte_ends_its_connection_and_nothing_else(adapter: Adapter, client: Client) -> None:
+    """S19."""
+    whole = ipc.frame(batch([[101, 2003, 102]]))
+    for cut in range(1, len(whole)):
+        with adapter.connect() as broken:
+            broken.connection.sendall(whole[:cut])
+            broken.connection.shutdown(socket.SHUT_WR)
+            assert is_closed(broken.connection)
+    assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
+
+
+@pytest.mark.parametrize("head", [0, (1 << 32) - 1, ipc.MAX_FRAME_BYTES, (64 << 20) + 1])
+def test_a_lying_length_ends_its_connection_at_once(head: int, adapter: Adapter, client: Client) -> None:
+    """S19."""
+    with adapter.connect() as broken:
+        broken.connection.sendall(struct.pack(">I", head))
+        assert is_closed(broken.connection)
+    assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
+
+
+def test_bytes_that_are_no_request_end_their_connection(adapter: Adapter, client: Client) -> None:
+    """S19, X1: random bodies, and replies where requests belong."""
+    rng = np.random.default_rng(5)
+    bodies = [rng.bytes(int(rng.integers(1, 60))) for _ in range(150)]
+    frames = [struct.pack(">I", len(body)) + body for body in bodies] + [ipc.frame(ipc.Done()), struct.pack(">I", 1) + b"\xc0"]
+    for frame in frames:
+        with adapter.connect() as broken:
+            broken.connection.sendall(frame)
+            assert is_closed(broken.connection)
+    assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
+
+
+def test_a_peer_that_leaves_during_its_batch_does_no_harm(adapter: Adapter, client: Client, tokenizer: Tokenizer) -> None:
+    for _ in range(4):
+        with adapter.connect() as leaving:
+            leaving.send(batch([[101, *[2003] * 60, 102]] * 16))
+    np.testing.assert_allclose(encode(client, tokenizer, ["test"])[0, :3], GOLDEN["test"], atol=1e-5)
+
+
+def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Adapter, client: Client) -> None:
+    """X10. Only root may try this; another user sees that its own connection is served."""
+    mode = stat.S_IMODE(adapter.path.stat().st_mode)
+    assert mode == 0o600
+    if os.getuid() != 0:
+        assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
+        return
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(5); print(s.recv(1))"
+    adapter.path.parent.chmod(0o755)
+    adapter.path.chmod(0o777)
+    try:
+        command = ["/usr/bin/python3", "-c", code, str(adapter.path)]
+        answer = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=False)
+    finally:
+        adapter.path.chmod(0o600)
+        adapter.path.parent.chmod(0o700)
+    assert answer.stdout.strip() == "b''", answer.stderr
+
+
+# the life of the process
+
+
+def test_a_spare_takes_over_when_the_active_process_is_killed(tmp_path: Path) -> None:
+    """P10, P11: 1. an active process and a spare; 2. kill -9; 3. within a second the spare has bound the stale path and answers;
+    4. SIGTERM ends it with status 0 and removes the socket."""
+    path = tmp_path / "a.sock"
+    active, spare = start(path), start(path)
+    try:
+        if "waits as" in active.wait_for("adapter ready", "adapter waits as a spare"):
+            active, spare = spare, active
+            active.wait_for("adapter ready")
+        else:
+            spare.wait_for("adapter waits as a spare")
+        active.process.kill()
+        active.process.wait()
+        killed = time.perf_counter()
+        spare.wait_for("adapter ready")
+        with spare.connect() as client:
+            assert client.ask(ipc.Describe()).pid == spare.process.pid
+        assert time.perf_counter() - killed < 1
+        spare.process.send_signal(signal.SIGTERM)
+        assert spare.process.wait(5) == 0
+        assert not path.exists()
+    finally:
+        stop(active)
+        stop(spare)
+
+
+def test_a_waiting_spare_ends_on_a_signal(adapter: Adapter) -> None:
+    spare = start(adapter.path)
+    try:
+        spare.wait_for("adapter waits as a spare")
+        spare.process.send_signal(signal.SIGINT)
+        assert spare.process.wait(5) == 0
+    finally:
+        stop(spare)
+    with adapter.connect() as client:
+        assert isinstance(client.ask(ipc.Ping()), ipc.Pong)
+
+
+def test_a_signal_lets_the_running_batch_finish(tmp_path: Path) -> None:
+    """P1: 1. a batch runs; 2. SIGTERM; 3. the batch is answered, the process ends with status 0 and removes its socket."""
+    with running(tmp_path / "a.sock") as adapter:
+        with adapter.connect() as client:
+            client.load()
+            client.send(batch([[101, *[2003] * 250, 102]] * 16))
+            assert isinstance(client.receive(), ipc.BatchStarted)
+            adapter.process.send_signal(signal.SIGTERM)
+            assert len(vectors_of(client)) == 16
+        assert adapter.process.wait(5) == 0
+        assert not adapter.path.exists()
+
+
+def vectors_of(client: Client) -> NDArray[np.float32]:
+    done = client.receive()
+    assert isinstance(done, ipc.BatchDone)
+    return vectors(done)
+
+
+def test_drain_ends_the_process_and_an_absent_device_never_starts(tmp_path: Path) -> None:
+    with running(tmp_path / "a.sock") as adapter:
+        with adapter.connect() as client:
+            assert client.ask(ipc.Drain()) == ipc.Done()
+        assert adapter.process.wait(5) == 0
+    absent = start(tmp_path / "b.sock", SIE_DEVICE=f"cuda:{torch.cuda.device_count()}")
+    _, log = absent.process.communicate(timeout=30)
+    assert absent.process.returncode != 0
+    assert "SIE_DEVICE" in log

@@ -1,0 +1,147 @@
+"""Kernels against the definition of attention, and what the packed path refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils as masks
+
+from sie_adapter import attention
+from sie_adapter.attention import FAR, AttentionUnsupported, Kernel, MaskRequest, Pattern, Trial, packed_attention
+
+LENGTHS = [1, 5, 5, 33, 150]
+PATTERNS = {
+    "bidirectional": Pattern(),
+    "causal": Pattern(FAR, 0),
+    "causal window": Pattern(7, 0),
+    "window": Pattern(16, 16),
+    "wide window": Pattern(100, 100),
+}
+
+
+def tensors(heads: int, key_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    query = torch.randn(total, heads, 16, generator=generator).to(dtype)
+    key, value = (torch.randn(total, key_heads, 16, generator=generator).to(dtype) for _ in range(2))
+    return query, key, value, torch.tensor([0, 1, 6, 11, 44, 194], dtype=torch.int32)
+
+
+def layout(kernel: Kernel) -> Tensor:
+    return torch.tensor([[0, 1, 1, kernel], [1, 2, 5, kernel], [11, 1, 33, kernel], [44, 1, 150, kernel]])
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+    """softmax(q k / 4) v in float64, one sequence after the other, over the keys that the pattern shows."""
+    shared = query.shape[1] // key.shape[1]
+    output, start = [], 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        q, k, v = (tensor[rows].double().transpose(0, 1) for tensor in (query, key, value))
+        k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+        distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+        hidden = (distance < -pattern.left) | (distance > pattern.right)
+        output.append((torch.softmax((q @ k.mT / 4).masked_fill(hidden, -math.inf), -1) @ v).transpose(0, 1))
+        start += length
+    return torch.cat(output)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS, Kernel.REFERENCE])
+def test_a_kernel_equals_the_definition(kernel: Kernel, name: str, key_heads: int) -> None:
+    query, key, value, bounds = tensors(6, key_heads, torch.float32)
+    pattern = PATTERNS[name]
+    got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(kernel), 0.25, pattern.left, pattern.right)
+    torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS, Kernel.REFERENCE])
+def test_a_kernel_in_bfloat16_is_near(kernel: Kernel) -> None:
+    query, key, value, bounds = tensors(6, 6, torch.bfloat16)
+    got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(kernel), 0.25, FAR, FAR)
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got.double(), by_definition(query, key, value, Pattern()), atol=2e-2, rtol=0)
+
+
+def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
+    for pattern in PATTERNS.values():
+        query, key, value, bounds = tensors(6, 2, torch.float32)
+        got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(Kernel.BLOCKS), 0.25, pattern.left, pattern.right)
+        torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
+
+
+def test_the_operator_is_what_torch_expects_of_one() -> None:
+    """Schema, fake implementation and aliasing, as torch checks them."""
+    query, key, value, bounds = tensors(2, 2, torch.float32)
+    with torch.inference_mode():
+        args = (query, key, value, bounds, layout(Kernel.SDPA), 0.25, FAR, FAR)
+        torch.library.opcheck(torch.ops.sie.packed_attention.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("function", "local_size", "expected"),
+    [
+        (masks.causal_mask_function, None, Pattern(FAR, 0)),
+        (masks.bidirectional_mask_function, None, Pattern()),
+        (masks.sliding_window_causal_mask_function(24), 24, Pattern(23, 0)),
+        (masks.sliding_window_bidirectional_mask_function(64), 64, Pattern(64, 64)),
+        (masks.sliding_window_causal_mask_function(4096), 4096, Pattern(4095, 0)),
+    ],
+)
+def test_a_mask_function_is_recognised(function: Callable[..., Any], local_size: int | None, expected: Pattern) -> None:
+    assert MaskRequest(function, local_size).pattern() == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masks.chunked_causal_mask_function(32, torch.zeros(1, dtype=torch.long)),
+        lambda batch, head, query, key: (key <= query) | (key < 7),
+        lambda batch, head, query, key: (key + query) % 2 == 0,
+        lambda batch, head, query, key: key > query,
+        lambda batch, head, query, key: (key - query).abs() <= query // 8,
+    ],
+)
+def test_any_other_mask_function_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(AttentionUnsupported):
+        MaskRequest(function, None).pattern()
+
+
+class Layer(torch.nn.Module):
+    is_causal = False
+
+
+def attend(mask: MaskRequest, **changes: Any) -> None:
+    query, key, value, bounds = (tensor[None].transpose(1, 2) if tensor.ndim == 3 else tensor for tensor in tensors(2, 2, torch.float32))
+    packed_attention(
+        Layer(), query, key, value, mask, sie_bounds=bounds, sie_layout=layout(Kernel.SDPA), sie_trial=Trial(), scaling=0.25, **changes
+    )
+
+
+def test_keywords_that_would_change_the_numbers_are_refused() -> None:
+    plain = MaskRequest(masks.bidirectional_mask_function, None)
+    attend(plain, softcap=None, output_attentions=None)
+    for changes in ({"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}, {"dropout": 0.1}):
+        with pytest.raises(AttentionUnsupported):
+            attend(plain, **changes)
+
+
+def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
+    """W3: a bidirectional model on a causal engine gives plausible, wrong vectors."""
+    for changes in ({"is_causal": True}, {"sliding_window": 8}):
+        with pytest.raises(AttentionUnsupported, match="its mask says"):
+            attend(MaskRequest(masks.bidirectional_mask_function, None), **changes)
+    attend(MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7), sliding_window=8)
+    attend(MaskRequest(masks.causal_mask_function, None), is_causal=True)
+
+
+def test_a_padding_mask_never_reaches_the_packed_path() -> None:
+    with pytest.raises(AttentionUnsupported):
+        attention.requested_mask(mask_function=masks.causal_mask_function, attention_mask=torch.ones(1, 3))

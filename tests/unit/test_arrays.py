@@ -1,0 +1,160 @@
+"""Arrays on the wire, byte for byte, in both directions."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sie_contracts import arrays
+
+ZEROS = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c4057368617065920203c40464617461c418") + bytes(24)
+THREE = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c40573686170659103c40464617461c40c0000003f000080be0000803f")
+
+
+def encoded(array: np.ndarray) -> bytes:
+    return msgspec.msgpack.encode(arrays.pack(array))
+
+
+def decoded(data: bytes) -> Any:
+    return arrays.unpack(arrays.decode_msgpack(data))
+
+
+def a_map(**changes: Any) -> dict[str, Any]:
+    """A legal array map of float32 zeros [2, 3], with text keys."""
+    return {"nd": True, "type": "<f4", "kind": b"", "shape": [2, 3], "data": bytes(24), **changes}
+
+
+@pytest.mark.parametrize(("array", "data", "size"), [
+    (np.zeros((2, 3), np.float32), ZEROS, 66), (np.array([0.5, -0.25, 1.0], np.float32), THREE, 53),
+])  # fmt: skip
+def test_the_documented_bytes(array: np.ndarray, data: bytes, size: int) -> None:
+    """E14: five entries, keys of type bin, in this order."""
+    assert len(data) == size
+    assert encoded(array) == data
+    found = decoded(data)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, array)
+
+
+@given(hnp.arrays(st.sampled_from(["<f4", "<f2", "<i4", "|i1", "|u1"]), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)))
+def test_what_is_emitted_reads_back_bit_for_bit(array: np.ndarray) -> None:
+    found = np.asarray(decoded(encoded(array)))
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+@given(hnp.arrays(st.sampled_from(sorted(arrays.ACCEPTED)), hnp.array_shapes(max_dims=4, min_side=0, max_side=5)), st.booleans())
+def test_every_accepted_dtype_is_read_with_either_kind_of_keys(array: np.ndarray, text_keys: bool) -> None:
+    fields = a_map(type=array.dtype.str, shape=list(array.shape), data=array.tobytes())
+    raw: dict[Any, Any] = fields if text_keys else {key.encode(): value for key, value in fields.items()}
+    found = decoded(msgspec.msgpack.encode(raw))
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_order_and_endianness_of_memory_do_not_travel() -> None:
+    """C order, little endian, whatever lies in memory."""
+    plain = np.arange(12, dtype="<f4").reshape(3, 4)
+    for same in (np.asfortranarray(plain), plain.astype(">f4"), np.repeat(plain, 2, axis=1)[:, ::2], plain[::-1][::-1]):
+        assert encoded(same) == encoded(plain)
+
+
+def test_what_is_read_belongs_to_the_caller() -> None:
+    found = decoded(THREE)
+    found[0] = 7.0
+    assert found.tolist() == [7.0, -0.25, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["<f8", "<i8", "<i2", "<u2", "<u4", "<u8", "|b1", "O", "S3", "<U3", "<c8", "V4", "M8[s]"])
+def test_a_dtype_that_clients_cannot_read_is_not_sent(dtype: str) -> None:
+    """E14: int64 breaks JavaScript."""
+    with pytest.raises(ValueError, match="does not travel"):
+        arrays.pack(np.zeros(2, dtype))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"type": "<f3"}, {"type": ">f4"}, {"type": "|O"}, {"type": "O"}, {"type": [["x", "<f4"]]}, {"type": None}, {"type": "<c8"},
+        {"type": "|S4"}, {"type": "<U1"}, {"kind": b"V"}, {"kind": b"O"}, {"kind": "O"},
+        {"data": bytes(23)}, {"data": bytes(25)}, {"data": b""}, {"data": "x" * 24}, {"data": [0] * 24}, {"data": None},
+        {"shape": [2, 2]}, {"shape": [2, -3]}, {"shape": [2.0, 3]}, {"shape": [True, 6]}, {"shape": 6}, {"shape": "23"}, {"shape": None},
+        {"shape": [1, 1, 1, 2, 3]}, {"shape": [1 << 31, 0]}, {"shape": [1 << 16] * 4, "data": b""},
+    ],
+)  # fmt: skip
+def test_a_map_that_is_not_an_array_of_numbers_is_refused(changes: dict[str, Any]) -> None:
+    """X1: unknown dtypes, object and structured arrays, lengths and shapes that do not fit; nothing is unpickled."""
+    for fields in (a_map(**changes), {key.encode(): value for key, value in a_map(**changes).items()}):
+        with pytest.raises(ValueError, match=r"^array"):
+            decoded(msgspec.msgpack.encode({"items": [fields]}))
+
+
+def test_kind_may_be_absent_and_the_type_may_be_bin() -> None:
+    fields = a_map(type=b"<f4")
+    del fields["kind"]
+    assert decoded(msgspec.msgpack.encode(fields)).shape == (2, 3)
+
+
+def test_a_numpy_scalar_is_a_map_of_three() -> None:
+    raw = {b"nd": False, b"type": "<f4", b"data": struct.pack("<f", 0.5)}
+    assert decoded(msgspec.msgpack.encode({"threshold": raw})) == {"threshold": np.float32(0.5)}
+    with pytest.raises(ValueError, match=r"^array"):
+        decoded(msgspec.msgpack.encode({b"nd": False, b"type": "|O", b"data": b"x"}))
+
+
+def test_arrays_are_found_at_any_depth_and_all_else_is_left_alone() -> None:
+    body = {"a": [1, {"b": arrays.pack(np.ones(2, np.int8))}], "nd": "text", "c": {"nd": 1}, b"raw": b"\x00"}
+    found = decoded(msgspec.msgpack.encode(body))
+    assert found["a"][1]["b"].tolist() == [1, 1]
+    assert {key: found[key] for key in ("nd", "c", b"raw")} == {"nd": "text", "c": {"nd": 1}, b"raw": b"\x00"}
+
+
+def extended(payload: bytes, code: int = arrays.NUMPY_EXT) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.Ext(code, payload))
+
+
+@given(hnp.arrays(st.sampled_from(["<f4", "<i4"]), hnp.array_shapes(max_dims=4, min_side=0, max_side=4)))
+def test_the_ext_type_of_javascript_clients(array: np.ndarray) -> None:
+    payload = f"{array.dtype.str}|{','.join(map(str, array.shape))}|".encode() + array.tobytes()
+    found = decoded(extended(payload))
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_the_documented_ext_example() -> None:
+    assert ord("N") == arrays.NUMPY_EXT
+    assert decoded(extended(b"<f4|3|" + THREE[-12:])).tolist() == [0.5, -0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"<f4", b"<f4|3", b"<f4|3|", b"<f4|3|" + bytes(11), b"<f4|x|" + bytes(4), b"<f4|-1|" + bytes(4), b"<f4|1,1,1,1,1|" + bytes(4),
+        b"<i8|1|" + bytes(8), b"|i1|4|" + bytes(4), b"|O|1|" + bytes(8), b"\xff\xfe|1|" + bytes(4), b"<f4|\xff|" + bytes(4),
+        b"<f4|" + b"65536," * 3 + b"65536|",
+    ],
+)  # fmt: skip
+def test_a_malformed_ext_is_refused(payload: bytes) -> None:
+    """X1."""
+    with pytest.raises(ValueError, match=r"^array"):
+        decoded(extended(payload))
+
+
+@pytest.mark.parametrize("code", [-128, -2, 0, 1, 77, 79, 127])
+def test_any_other_ext_type_is_refused(code: int) -> None:
+    """X1: of those that msgpack does not define itself."""
+    with pytest.raises(ValueError, match=f"ext type {code} is not accepted"):
+        decoded(extended(b"x" * 4, code))
+
+
+@given(st.binary(max_size=200))
+def test_hostile_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
+    """X1, S19."""
+    try:
+        decoded(data)
+    except (ValueError, msgspec.DecodeError, RecursionError):
+        pass

@@ -1,0 +1,134 @@
+"""The error tree: what each leaf is, and that every client family finds its fields in one body."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from sie_contracts import errors
+from sie_contracts.errors import AllItemsFailed, ErrorInfo, InternalFailure, InvalidInput, ModelLoading, SIEError, catalogue, envelope
+
+# code: status, seconds of Retry-After (0: never sent, and not retryable), type, TEI type; as documented
+DOCUMENTED = {
+    "INVALID_INPUT": (400, 0, "invalid_request_error", "validation"),
+    "UNAUTHENTICATED": (401, 0, "authentication_error", "validation"),
+    "PERMISSION_DENIED": (403, 0, "permission_error", "validation"),
+    "MODEL_NOT_FOUND": (404, 0, "invalid_request_error", "validation"),
+    "POOL_NOT_FOUND": (404, 0, "invalid_request_error", "validation"),
+    "NOT_FOUND": (404, 0, "invalid_request_error", "validation"),
+    "METHOD_NOT_ALLOWED": (405, 0, "invalid_request_error", "validation"),
+    "BUNDLE_CONFLICT": (409, 0, "invalid_request_error", "validation"),
+    "CONTENT_CONFLICT": (409, 0, "invalid_request_error", "validation"),
+    "PAYLOAD_TOO_LARGE": (413, 0, "invalid_request_error", "validation"),
+    "VALIDATION_ERROR": (422, 0, "invalid_request_error", "validation"),
+    "INFERENCE_ERROR": (500, 0, "server_error", "backend"),
+    "INTERNAL_ERROR": (500, 0, "server_error", "backend"),
+    "ALL_ITEMS_FAILED": (500, 0, "server_error", "backend"),
+    "MODEL_LOAD_FAILED": (502, 0, "server_error", "backend"),
+    "MODEL_LOADING": (503, 5, "server_error", "overloaded"),
+    "RESOURCE_EXHAUSTED": (503, 5, "server_error", "overloaded"),
+    "QUEUE_FULL": (503, 1, "server_error", "overloaded"),
+    "QUEUE_UNAVAILABLE": (503, 2, "server_error", "overloaded"),
+    "NOT_READY": (503, 2, "server_error", "overloaded"),
+    "SHUTTING_DOWN": (503, 1, "server_error", "overloaded"),
+    "GATEWAY_TIMEOUT": (504, 5, "server_error", "backend"),
+}
+
+each_leaf = pytest.mark.parametrize("leaf", catalogue(), ids=lambda leaf: leaf.code)
+
+
+def test_the_drawing_is_the_tree() -> None:
+    """In order: class, status, code."""
+    drawn = re.findall(r"^[├└]── (\w+) +([\d, or]+?)  +([A-Z_]+)", errors.__doc__ or "", re.MULTILINE)
+    leaves = [(leaf.__name__, leaf.code) for leaf in catalogue()]
+    assert [(name, code) for name, _, code in drawn] == leaves
+    for (_, statuses, code), leaf in zip(drawn, catalogue(), strict=True):
+        assert str(leaf.status) in statuses, code
+    assert set(DOCUMENTED) == {leaf.code for leaf in catalogue()}
+
+
+@each_leaf
+def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[SIEError]) -> None:
+    """E3: retryable if and only if there is a time to retry after."""
+    status, retry_after_s, _, _ = DOCUMENTED[leaf.code]
+    error = leaf("what happened")
+    assert (error.status, error.retry_after_s) == (status, retry_after_s)
+    assert error.retryable == (retry_after_s > 0)
+    assert str(error) == error.message == "what happened"
+
+
+@each_leaf
+def test_every_reader_finds_its_fields_in_the_body(leaf: type[SIEError]) -> None:
+    """E5: `error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and Cohere, TEI's type."""
+    _, _, kind, tei = DOCUMENTED[leaf.code]
+    error = leaf("message text", reason="the_reason", param="items[3].text", extras={"limit": 7})
+    body = envelope(error, "request-1")
+    inner = {
+        "code": leaf.code, "message": "message text", "type": kind, "param": "items[3].text", "reason": "the_reason",
+        "retryable": error.retryable, "request_id": "request-1", "limit": 7,
+    }  # fmt: skip
+    assert body == {
+        "error": inner, "detail": inner, "code": leaf.code, "message": "message text", "error_type": tei, "id": "request-1",
+    }  # fmt: skip
+    assert msgspec.json.decode(msgspec.json.encode(body)) == body
+
+
+def test_an_envelope_without_a_field_says_null_and_lists_failures_only_where_there_are_some() -> None:
+    body = envelope(InvalidInput("m"), "r")
+    assert body["error"]["param"] is None
+    assert "reason" not in body["error"]
+    assert "errors" not in body
+    failures: list[dict[str, Any]] = [{"index": 0}]
+    assert envelope(InvalidInput("m"), "r", failures)["errors"] == failures
+
+
+@each_leaf
+def test_an_error_is_the_same_after_its_way_over_the_wire(leaf: type[SIEError]) -> None:
+    """Permanent failures keep their code through the queue."""
+    error = leaf("message", reason="r", param="p", extras={"error_class": "GATED", "attempts": 2})
+    info = msgspec.msgpack.decode(msgspec.msgpack.encode(error.info()), type=ErrorInfo)
+    found = SIEError.from_info(info)
+    assert type(found) is leaf
+    for name in ("status", "retryable", "retry_after_s", "message", "reason", "param", "extras"):
+        assert getattr(found, name) == getattr(error, name), name
+
+
+def test_a_time_to_retry_after_that_was_given_stays() -> None:
+    """E11."""
+    assert SIEError.from_info(ModelLoading("m", retry_after_s=3).info()).retry_after_s == 3
+    assert SIEError.from_info(ErrorInfo("MODEL_LOADING", "m")).retry_after_s == 5
+
+
+def test_a_code_of_a_newer_sender_becomes_an_internal_error_that_names_it() -> None:
+    """P2."""
+    found = SIEError.from_info(ErrorInfo("TEAPOT", "short and stout", reason="r"))
+    assert type(found) is InternalFailure
+    assert (found.message, found.reason, found.status) == ("TEAPOT: short and stout", "r", 500)
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "retry_after_s"),
+    [
+        (["INVALID_INPUT", "QUEUE_FULL"], 503, 5),
+        (["INFERENCE_ERROR", "RESOURCE_EXHAUSTED"], 503, 5),
+        (["INVALID_INPUT", "INFERENCE_ERROR"], 500, 0),
+        (["INVALID_INPUT", "MODEL_LOAD_FAILED"], 500, 0),
+        (["INVALID_INPUT", "PAYLOAD_TOO_LARGE"], 400, 0),
+    ],
+)
+def test_when_all_items_failed_the_worst_decides(codes: list[str], status: int, retry_after_s: int) -> None:
+    """E2: 503 if any may be retried, else 500 if any is 5xx, else 400."""
+    failures = [SIEError.from_info(ErrorInfo(code, "m")) for code in codes]
+    error = AllItemsFailed("all failed", failures=failures)
+    assert (error.status, error.retryable, error.retry_after_s) == (status, retry_after_s > 0, retry_after_s)
+    assert AllItemsFailed.status == 500, "the class is untouched"
+
+
+def test_errors_do_not_share_their_extras() -> None:
+    first = InvalidInput("m")
+    first.extras["a"] = 1
+    assert InvalidInput("m").extras == {}
+    assert ErrorInfo("X", "m").extras == {}

@@ -1,0 +1,195 @@
+"""What the adapter's settings do, from the variable through a real engine on the CPU, with weights and hub of the test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_adapter import toy_entry
+from inprocess import settings_of
+
+from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_precision
+from sie_adapter.engine import Engine
+from sie_adapter.residency import Residency
+from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.settings import SettingError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB_ENTRY = parse_entry({
+    "id": "org/model", "weights": {"hub": "org/model", "revision": COMMIT}, "family": "text-encoder", "outputs": {"dense": 8},
+    "max_tokens": 8,
+})  # fmt: skip
+
+
+@contextlib.contextmanager
+def engine_of(**environ: str) -> Iterator[Engine]:
+    engine = Engine(settings_of(**{"SIE_DEVICE": "cpu", **environ}))
+    try:
+        yield engine
+    finally:
+        assert engine.stop(5)
+
+
+def test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start() -> None:
+    """SIE_DEVICE: never a silent fallback."""
+    with engine_of(SIE_DEVICE="CPU") as engine:
+        assert engine.device == torch.device("cpu")
+        assert engine.describe().device == "cpu"
+        assert engine.loader.compute(None).device == torch.device("cpu")
+    absent = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(SettingError, match=f"^SIE_DEVICE: {absent} is not available here"):
+        Engine(settings_of(SIE_DEVICE=absent))
+
+
+AMPERE, TURING = (8, 0), (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "is_16_bit", "expected"),
+    [
+        ("auto", AMPERE, True, "flash_attention_2"),
+        ("auto", TURING, True, "sdpa"),
+        ("auto", AMPERE, False, "sdpa"),
+        ("flash_attention_2", AMPERE, True, "flash_attention_2"),
+        ("flash_attention_2", TURING, True, "sdpa"),
+        ("sdpa", AMPERE, True, "sdpa"),
+        ("eager", AMPERE, True, "eager"),
+    ],
+)
+def test_the_attention_backend_is_taken_where_the_device_can(
+    backend: str, capability: tuple[int, int], is_16_bit: bool, expected: str
+) -> None:
+    """SIE_ATTENTION_BACKEND: else sdpa."""
+    facts = AttentionFacts("cuda", capability, flash_present=True, is_16_bit=is_16_bit)
+    assert resolve_attention(settings_of(SIE_ATTENTION_BACKEND=backend).attention_backend, facts)[0] == expected
+
+
+def test_the_attention_backend_reaches_what_models_are_loaded_with() -> None:
+    """SIE_ATTENTION_BACKEND."""
+    for backend, expected in (("eager", "eager"), ("sdpa", "sdpa"), ("flash_attention_2", "sdpa"), ("auto", "sdpa")):
+        with engine_of(SIE_ATTENTION_BACKEND=backend) as engine:
+            assert engine.loader.compute(None).backend == expected
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+def test_the_default_precision_holds_for_models_without_their_own(precision: str) -> None:
+    """SIE_DEFAULT_COMPUTE_PRECISION: a CPU, which does 16 bit badly, says what it took instead."""
+    settings: Any = settings_of(SIE_DEFAULT_COMPUTE_PRECISION=precision)
+    on_gpu = resolve_precision(None, settings.default_compute_precision, "cuda", has_bfloat16=False)
+    assert str(on_gpu) == f"torch.{precision}"
+    assert resolve_precision("float32", settings.default_compute_precision, "cuda", has_bfloat16=False) is torch.float32
+    with engine_of(SIE_DEFAULT_COMPUTE_PRECISION=precision) as engine:
+        assert engine.loader.compute(None).precision in (["float32"] if precision == "float32" else ["bfloat16", "float32"])
+        assert engine.loader.compute("float32").precision == "float32"
+
+
+def snapshot(cache: Path) -> Path:
+    """A fake download of the entry's weights, where the hub's client keeps them."""
+    folder = cache / "hub" / "models--org--model" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A hub that notes every download and has nothing; what is cached is found as always."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    real, asked = huggingface_hub.snapshot_download, []
+
+    def stub(repository: str, **options: Any) -> str:
+        if options.get("local_files_only"):
+            return str(real(repository, **options))
+        asked.append({"repository": repository, **options})
+        raise LocalEntryNotFoundError("the hub of this test has nothing")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stub)
+    return asked
+
+
+def weights_of(entry: ModelEntry, **environ: str) -> Path | str:
+    """The folder of the weights, or the class of the failure with its message."""
+    with engine_of(**environ) as engine:
+        try:
+            return engine.loader.sources.folder(entry)
+        except ModelLoadFailed as error:
+            return f"{error.extras['error_class']}: {error.message}"
+
+
+def test_weights_are_looked_up_in_the_local_cache_first(tmp_path: Path, hub: list[dict[str, Any]]) -> None:
+    """SIE_LOCAL_CACHE: it wins over HF_HOME, and an empty one with downloads off is a typed failure."""
+    cached = snapshot(tmp_path / "a")
+    full, empty = {"SIE_LOCAL_CACHE": str(tmp_path / "a")}, {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
+    assert weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "c"), **full) == cached
+    missing = weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "a"), SIE_HF_FALLBACK="false", **empty)
+    assert str(missing).startswith("NOT_FOUND: ")
+    assert "SIE_LOCAL_CACHE" in str(missing)
+    assert hub == []
+
+
+def test_the_local_cache_is_hf_home_where_it_is_not_set(tmp_path: Path, hub: list[dict[str, Any]]) -> None:
+    """HF_HOME: read, and downloads go below it."""
+    cached = snapshot(tmp_path / "a")
+    assert weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "a")) == cached
+    weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "b"))
+    assert [call["cache_dir"] for call in hub] == [tmp_path / "b" / "hub"]
+
+
+def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: list[dict[str, Any]]) -> None:
+    """SIE_HF_FALLBACK, P8: the failure names the variable; with it the hub sees the pinned commit."""
+    cache = {"SIE_LOCAL_CACHE": str(tmp_path)}
+    refused = str(weights_of(HUB_ENTRY, SIE_HF_FALLBACK="false", **cache))
+    assert refused.startswith("NOT_FOUND: ")
+    assert "SIE_HF_FALLBACK" in refused
+    assert hub == []
+    assert str(weights_of(HUB_ENTRY, **cache)).startswith("NETWORK: ")
+    assert [(call["repository"], call["revision"]) for call in hub] == [("org/model", COMMIT)]
+
+
+class Toy:
+    """Weights of no size."""
+
+    tokenizer = b""
+    memory_bytes = 0
+    attention = precision = "toy"
+    stored_pooling = ""
+
+
+@pytest.mark.parametrize(("variable", "percent", "evicted"), [
+    ({}, 84.9, ()),
+    ({}, 85.1, ("toy/a",)),
+    ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 85.1, ()),
+    ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 90.1, ("toy/a",)),
+])  # fmt: skip
+def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
+    variable: dict[str, str], percent: float, evicted: tuple[str, ...]
+) -> None:
+    """SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT: before a load, from the idle ones; room for the new one comes with the first."""
+    level = 0.0
+    now_s = 0.0
+
+    def memory() -> Memory:
+        return Memory(round(1000 * level), 100_000)
+
+    def give_back() -> None:
+        nonlocal level
+        level = 10.0
+
+    load: Any = lambda resolved: Toy()  # noqa: E731
+    residency = Residency(load, memory, give_back, settings_of(**variable).memory_pressure_threshold_percent, lambda: now_s)
+    idle = ("toy/a", "toy/b")
+    for model in idle:
+        now_s += 1
+        residency.ensure(model, toy_entry(model), "default", ())
+    level = percent
+    _, gone = residency.ensure("toy/c", toy_entry("toy/c"), "default", idle)
+    assert gone == evicted
+    assert [loaded.model for loaded in residency.describe()] == [model for model in (*idle, "toy/c") if model not in evicted]

@@ -1,0 +1,230 @@
+"""What the settings of broker and config service do: every process of the cluster in this event loop, before a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import free_port, settings_of
+from nats_server import NatsServer
+
+import sie_config.process
+import sie_gateway.process
+import sie_sidecar.process
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.runtime.feed import read_folder
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import SettingError
+
+READ_TOKEN = "reader"
+STREAM = "WORK__default"
+
+
+@pytest.fixture
+def nats(tmp_path: Path) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path / "nats") as server:
+        yield server
+
+
+class Processes:
+    """`run` of each process, as its command calls it, until the end of a test."""
+
+    def __init__(self) -> None:
+        self._stop = Stop()
+        self._tasks: list[asyncio.Task[int]] = []
+
+    def start(self, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
+        self._tasks.append(asyncio.create_task(work))
+        return self._tasks[-1]
+
+    async def config(self, **environ: str) -> str:
+        """The URL of a config service that has its catalogue."""
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        settings = settings_of(SIE_CONFIG_READ_TOKEN=READ_TOKEN, **environ)
+        self.start(sie_config.process.run(settings, self._stop, host="127.0.0.1", port=0, on_listening=listening.set_result))
+        url = f"http://127.0.0.1:{await listening}"
+        await self._ready(url)
+        return url
+
+    async def gateway(self, **environ: str) -> str:
+        """The URL of a gateway that is ready. Raises what it refused to start for."""
+        port = free_port()
+        settings = settings_of(SIE_GATEWAY_METRICS_PORT="0", SIE_CONFIG_READ_TOKEN=READ_TOKEN, **environ)
+        task = self.start(sie_gateway.process.run(settings, self._stop, host="127.0.0.1", port=port))
+        await self._ready(f"http://127.0.0.1:{port}", task)
+        return f"http://127.0.0.1:{port}"
+
+    async def sidecar(self, adapter: FakeAdapter, **environ: str) -> None:
+        port = free_port()
+        own = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_IPC_SOCKET_PATH": adapter.path, "SIE_CONFIG_READ_TOKEN": READ_TOKEN}
+        self.start(sie_sidecar.process.run(settings_of(**own, **environ), self._stop))
+        await self._ready(f"http://127.0.0.1:{port}")
+
+    @staticmethod
+    async def _ready(url: str, task: asyncio.Task[int] | None = None) -> None:
+        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(10):
+            while True:
+                if task is not None and task.done():
+                    task.result()
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(f"{url}/readyz")).status_code == 200:
+                        return
+                await asyncio.sleep(0.005)
+
+    async def end(self) -> None:
+        self._stop.request()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def processes() -> AsyncIterator[Processes]:
+    processes = Processes()
+    yield processes
+    await processes.end()
+
+
+@pytest.fixture
+async def adapter(tmp_path: Path) -> AsyncIterator[FakeAdapter]:
+    adapter = await FakeAdapter(tmp_path / "a.sock").start()
+    yield adapter
+    adapter.let_go()
+    await adapter.stop()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    """A folder with one model that no packaged catalogue has."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "one.yaml").write_bytes(msgspec.json.encode(msgspec.to_builtins(toy_entry())))
+    return str(folder)
+
+
+async def asked(url: str, path: str) -> Any:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return (await client.get(f"{url}{path}")).json()
+
+
+async def encode(url: str, text: str = "x", timeout_s: float = 20) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        headers = {"x-sie-timeout-ms": str(int(timeout_s * 1000))}
+        return await client.post(f"{url}/v1/encode/toy/one", json={"items": [text]}, headers=headers)
+
+
+async def stored(nats: NatsServer) -> dict[str, Any]:
+    """Configuration and state of the work stream, as the broker's monitor tells; empty without one."""
+    answer = await asked(nats.monitor_url, "/jsz?streams=true&config=true")
+    streams = [stream for account in answer.get("account_details", []) for stream in account["stream_detail"]]
+    return next(({**stream["config"], **stream["state"]} for stream in streams if stream["name"] == STREAM), {})
+
+
+async def test_all_traffic_goes_over_the_named_broker(
+    nats: NatsServer, adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path
+) -> None:
+    """SIE_NATS_URL, SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN: a model of the config service is encoded; another broker is idle."""
+    with NatsServer(tmp_path / "other") as other:
+        broker = {"SIE_NATS_URL": nats.url}
+        config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
+        url = await processes.gateway(**broker, **config)
+        await processes.sidecar(adapter, **broker, **config)
+        answer = await encode(url)
+        assert answer.status_code == 200
+        assert adapter.loads == ["toy/one"]
+        heard = {name: await asked(server.monitor_url, "/varz") for name, server in (("named", nats), ("other", other))}
+    assert heard["named"]["total_connections"] == 3
+    assert heard["named"]["in_msgs"] > 10
+    assert (heard["other"]["total_connections"], heard["other"]["in_msgs"]) == (0, 0)
+
+
+@pytest.mark.parametrize("process", ["gateway", "sidecar", "config"])
+async def test_a_process_of_the_cluster_without_a_broker_refuses_to_start(process: str) -> None:
+    """SIE_NATS_URL."""
+    work = {
+        "gateway": lambda: sie_gateway.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
+        "sidecar": lambda: sie_sidecar.process.run(settings_of(), Stop()),
+        "config": lambda: sie_config.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
+    }[process]
+    with pytest.raises(SettingError, match=r"^SIE_NATS_URL: "):
+        await work()
+
+
+async def test_without_a_config_service_the_packaged_catalogue_serves_and_nothing_waits(
+    nats: NatsServer, models: str, processes: Processes
+) -> None:
+    """SIE_CONFIG_SERVICE_URL: with it, what the config service has."""
+    config = await processes.config(SIE_NATS_URL=nats.url, SIE_MODELS_DIR=models)
+    packaged = set(read_folder(packaged_folder() / "models"))
+    for url, expected in (("", packaged), (config, {*packaged, "toy/one"})):
+        gateway = await processes.gateway(SIE_NATS_URL=nats.url, SIE_CONFIG_SERVICE_URL=url)
+        listed = await asked(gateway, "/v1/models?variants=false")
+        assert {model["id"] for model in listed["data"]} == expected
+
+
+@pytest.mark.parametrize(("variable", "status"), [({}, 200), ({"SIE_STREAM_STORAGE": "memory"}, 503)])
+async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
+    nats: NatsServer, adapter: FakeAdapter, models: str, processes: Processes, variable: dict[str, str], status: int
+) -> None:
+    """SIE_STREAM_STORAGE, L3.
+
+    1. a request is queued, no worker is up; 2. the broker is killed with -9 and started again; 3. a worker starts;
+    4. the request is answered from the file; of what was in memory the client hears QUEUE_UNAVAILABLE.
+    """
+    broker = {"SIE_NATS_URL": nats.url}
+    config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
+    url = await processes.gateway(**broker, **config, **variable)
+    request = asyncio.create_task(encode(url))
+    async with asyncio.timeout(10):
+        while (await stored(nats)).get("messages") != 1:
+            pass  # the monitor is asked
+    assert (await stored(nats))["storage"] == variable.get("SIE_STREAM_STORAGE", "file")
+    await asyncio.to_thread(nats.kill)
+    await asyncio.to_thread(nats.start)
+    await processes.sidecar(adapter, **broker, **config)
+    answer = await request
+    assert answer.status_code == status
+    if status == 503:
+        assert answer.json()["code"] == "QUEUE_UNAVAILABLE"
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_stream_that_stands_otherwise_at_the_broker_is_a_named_refusal(nats: NatsServer, processes: Processes) -> None:
+    """SIE_STREAM_STORAGE, L16."""
+    await processes.gateway(SIE_NATS_URL=nats.url)
+    with pytest.raises(SettingError, match=r"^SIE_STREAM_STORAGE: WORK__default: storage is 'file' at the broker"):
+        await processes.gateway(SIE_NATS_URL=nats.url, SIE_STREAM_STORAGE="memory")
+
+
+async def test_more_replicas_than_brokers_are_a_named_refusal(nats: NatsServer, processes: Processes) -> None:
+    """SIE_STREAM_REPLICAS."""
+    with pytest.raises(SettingError, match=r"^SIE_STREAM_REPLICAS: got 3, but the broker is a single server"):
+        await processes.gateway(SIE_NATS_URL=nats.url, SIE_STREAM_REPLICAS="3")
+
+
+def three_brokers(folder: Path) -> list[NatsServer]:
+    ports = [free_port() for _ in range(3)]
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+    return [
+        NatsServer(
+            folder / f"n{number}",
+            extra=f'server_name: "n{number}"\ncluster {{ name: "c", listen: "127.0.0.1:{port}", routes: [{routes}] }}',
+        )
+        for number, port in enumerate(ports)
+    ]
+
+
+async def test_three_brokers_hold_three_copies(tmp_path: Path, processes: Processes) -> None:
+    """SIE_STREAM_REPLICAS."""
+    with contextlib.ExitStack() as running:
+        brokers = [running.enter_context(server) for server in three_brokers(tmp_path)]
+        await processes.gateway(SIE_NATS_URL=",".join(server.url for server in brokers), SIE_STREAM_REPLICAS="3")
+        async with asyncio.timeout(10):
+            while [(await stored(server)).get("num_replicas") for server in brokers] != [3, 3, 3]:
+                pass  # a copy is there when its server says so
+        await processes.end()

@@ -1,0 +1,82 @@
+"""What the settings of the catalogue do: which models there are, and who may read of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_adapter import toy_entry
+from fastapi import Request
+from inprocess import settings_of
+
+from sie_config.app import ConfigService
+from sie_config.store import wanted_models
+from sie_contracts.catalogue import ModelEntry, packaged_folder
+from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.runtime.feed import read_folder
+from sie_contracts.settings import SettingError
+from sie_gateway.auth import Gate
+
+PACKAGED = set(read_folder(packaged_folder() / "models"))
+
+
+def put(folder: Path, *entries: ModelEntry) -> Path:
+    folder.mkdir(exist_ok=True)
+    for entry in entries:
+        # JSON is YAML
+        (folder / f"{entry.id.replace('/', '--')}.yaml").write_bytes(msgspec.json.encode(msgspec.to_builtins(entry)))
+    return folder
+
+
+def test_the_models_folder_is_laid_over_the_packaged_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIE_MODELS_DIR: ./models where it is not set, and a start without it when that is not there."""
+    monkeypatch.chdir(tmp_path)
+    assert {name: source for name, (_, source) in wanted_models(settings_of()).items()} == dict.fromkeys(PACKAGED, "packaged")
+    named = put(tmp_path / "elsewhere", toy_entry())
+    found = wanted_models(settings_of(SIE_MODELS_DIR=str(named)))
+    assert set(found) == {*PACKAGED, "toy/one"}
+    assert found["toy/one"] == (toy_entry(), "folder")
+    replaced = toy_entry(min(PACKAGED))
+    put(tmp_path / "models", replaced, toy_entry("toy/two"))
+    found = wanted_models(settings_of())
+    assert set(found) == {*PACKAGED, "toy/two"}
+    assert found[replaced.id] == (replaced, "folder")
+
+
+@pytest.mark.parametrize("raw", ["/is/not/there", "s3://bucket/models"])
+def test_a_named_models_folder_that_cannot_be_read_ends_the_start(raw: str) -> None:
+    """SIE_MODELS_DIR."""
+    with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: "):
+        wanted_models(settings_of(SIE_MODELS_DIR=raw))
+
+
+def test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_start(tmp_path: Path) -> None:
+    """SIE_MODEL_FILTER."""
+    folder = {"SIE_MODELS_DIR": str(put(tmp_path / "m", toy_entry(), toy_entry("toy/two")))}
+    assert set(wanted_models(settings_of(**folder))) == {*PACKAGED, "toy/one", "toy/two"}
+    assert set(wanted_models(settings_of(SIE_MODEL_FILTER=" toy/two , toy/one", **folder))) == {"toy/one", "toy/two"}
+    assert set(wanted_models(settings_of(SIE_MODEL_FILTER="toy/two", **folder))) == {"toy/two"}
+    with pytest.raises(SettingError, match=r"^SIE_MODEL_FILTER: no model named toy/none; there are "):
+        wanted_models(settings_of(SIE_MODEL_FILTER="toy/two,toy/none", **folder))
+
+
+def reads(token: str, **environ: str) -> bool | type[SIEError]:
+    """Whether the config service lets this token read the export."""
+    request = Request({"type": "http", "headers": [(b"authorization", f"Bearer {token}".encode())] if token else []})
+    try:
+        ConfigService(settings_of(**environ)).guard(request)
+    except SIEError as error:
+        return type(error)
+    return True
+
+
+def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else() -> None:
+    """SIE_CONFIG_READ_TOKEN, X14: where neither is configured nobody reads, and the read token writes nothing."""
+    tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "root", "SIE_AUTH_TOKEN": "user"}
+    assert [reads(token, **tokens) for token in ("reader", "root", "user", "")] == [True, True, Unauthenticated, Unauthenticated]
+    assert reads("root", SIE_CONFIG_READ_TOKEN="reader") is Unauthenticated
+    assert reads("", SIE_AUTH_TOKEN="user") is PermissionDenied
+    gate = Gate(settings_of(**tokens))
+    with pytest.raises(Unauthenticated):
+        gate.check("POST", "/v1/configs/models", "Bearer reader")

@@ -1,0 +1,370 @@
+"""What the gateway's settings do: whole clusters in this event loop, and its own small objects on virtual clocks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fake_adapter import ids_of, toy_entry, vector_of
+from inprocess import GatewayProcess, InProcess, settings_of, until
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Delivery
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import InvalidInput, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.messages import ConfigDelta, Heartbeat
+from sie_contracts.settings import SettingError
+from sie_contracts.topology import Lane
+from sie_gateway.auth import Gate
+from sie_gateway.fleet import Fleet
+from sie_sidecar.lease import Leases
+
+STREAM = "WORK__default"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        yield cluster
+
+
+# requests
+
+
+async def test_a_request_is_cut_into_messages_of_about_the_chunk_cost_with_equal_results(cluster: InProcess) -> None:
+    """SIE_CHUNK_COST: 40 texts of an estimated 26 tokens."""
+    await cluster.sidecar(ready=False)
+    texts = [f"{number:098d}" for number in range(40)]
+    vectors = []
+    for cost, chunks in (("260", 4), ("1040", 1)):
+        gateway = await cluster.gateway(SIE_CHUNK_COST=cost)
+        answer = await gateway.encode(*texts, X_SIE_Explain="1")
+        assert answer.status_code == 200
+        assert len(answer.json()["explain"]) == chunks
+        vectors.append([slot["dense"]["values"] for slot in answer.json()["items"]])
+    assert vectors[0] == vectors[1]
+    assert vectors[0][7] == pytest.approx(vector_of(ids_of(texts[7])))
+
+
+@pytest.mark.parametrize(("variable", "limit"), [({}, 2048), ({"SIE_MAX_ITEMS_PER_REQUEST": "100"}, 100)])
+async def test_a_request_may_have_this_many_items_and_not_one_more(cluster: InProcess, variable: dict[str, str], limit: int) -> None:
+    """SIE_MAX_ITEMS_PER_REQUEST, E19: one more is refused before anything is queued."""
+    gateway = await cluster.gateway(**variable)
+    refused = await gateway.encode(*["x"] * (limit + 1))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["reason"] == "too_many_items"
+    assert refused.json()["error"]["limit"] == limit
+    assert cluster.server.streams[STREAM].last_sequence == 0
+    await cluster.sidecar()
+    answer = await gateway.encode(*["x"] * limit)
+    assert answer.status_code == 200
+    assert len(answer.json()["items"]) == limit
+
+
+async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(cluster: InProcess) -> None:
+    """SIE_MAX_CONCURRENT_REQUESTS: 20 at each of two gateways wait for the held device; the 21st to 23rd are shed, and only they."""
+    gateways = [await cluster.gateway(SIE_MAX_CONCURRENT_REQUESTS="20") for _ in range(2)]
+    adapter = await cluster.adapter()
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    sent = [[asyncio.create_task(gateway.encode(f"{number}")) for number in range(23)] for gateway in gateways]
+    for gateway, tasks in zip(gateways, sent, strict=True):
+        done = await until(lambda tasks=tasks: len(done := [task for task in tasks if task.done()]) == 3 and done, "three refusals")
+        for task in done:
+            refusal = task.result()
+            assert (refusal.status_code, refusal.json()["code"]) == (503, "QUEUE_FULL")
+            assert int(refusal.headers["retry-after"]) >= 1
+        assert await gateway.metric("sie_gateway_requests_in_progress") == 20
+        assert await gateway.metric("sie_gateway_rejected_requests_total", reason="concurrency") == 3
+    adapter.let_go()
+    answers = await asyncio.gather(*(task for tasks in sent for task in tasks))
+    assert sorted(answer.status_code for answer in answers) == [200] * 40 + [503] * 6
+
+
+async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
+    """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not; the work is withdrawn from the queue."""
+    gateway = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="0.3")
+    for headers, budget in (({}, "0.3"), ({"X_SIE_Timeout_Ms": "100"}, "0.1"), ({"X_SIE_Timeout_Ms": "60000"}, "0.3")):
+        answer = await gateway.encode("nobody answers", **headers)
+        assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
+        assert f"budget of {budget} s" in answer.json()["message"]
+    stream = cluster.server.streams[STREAM]
+    assert (stream.last_sequence, len(stream.messages)) == (3, 0)
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    patient = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="0.3")
+    assert (await patient.encode("somebody answers")).status_code == 200
+    assert len(adapter.batches) == 1
+
+
+async def test_text_over_the_inline_limit_is_refused_with_the_limit(tmp_path: Path) -> None:
+    """SIE_INLINE_PAYLOAD_BYTES: unset it is what the broker takes less 16 KiB; above that is a start error."""
+    async with InProcess(tmp_path, toy_entry(max_tokens=1 << 17), max_payload=1 << 16) as cluster:
+        await cluster.sidecar(ready=False)
+        default, small = await cluster.gateway(), await cluster.gateway(SIE_INLINE_PAYLOAD_BYTES="4096")
+        for gateway, fits, limit in ((default, 49_152, 49_152), (small, 4096, 4096)):
+            assert (await gateway.encode("x" * fits)).status_code == 200
+            refused = await gateway.encode("x" * (fits + 1))
+            assert (refused.status_code, refused.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
+            assert refused.json()["error"]["limit"] == limit
+        with pytest.raises(SettingError, match=r"^SIE_INLINE_PAYLOAD_BYTES: got 49153"):
+            await cluster.gateway(SIE_INLINE_PAYLOAD_BYTES="49153")
+
+
+async def test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted(tmp_path: Path) -> None:
+    """SIE_QUEUE_MAX_BYTES, L15: the smallest, 1 MiB, holds five texts of 200 kB."""
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway(SIE_QUEUE_MAX_BYTES=str(1 << 20))
+        accepted = [asyncio.create_task(gateway.encode("x" * 200_000)) for _ in range(5)]
+        await until(lambda: len(cluster.server.streams[STREAM].messages) == 5, "five messages in the stream")
+        refused = await gateway.encode("x" * 200_000)
+        assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_FULL")
+        assert int(refused.headers["retry-after"]) >= 1
+        await cluster.sidecar()
+        assert [answer.status_code for answer in await asyncio.gather(*accepted)] == [200] * 5
+        assert (await gateway.encode("x" * 200_000)).status_code == 200
+
+
+async def test_a_root_path_is_stripped_and_named_in_the_document(cluster: InProcess) -> None:
+    """SIE_ROOT_PATH: no redirect is ever sent."""
+    gateway = await cluster.gateway(SIE_ROOT_PATH="/sie")
+    for path in ("/sie/v1/models", "/v1/models"):
+        answer = await gateway.client.get(path)
+        assert answer.status_code == 200
+        assert [model["id"] for model in answer.json()["data"]] == ["toy/one"]
+    document = (await gateway.client.get("/sie/openapi.json")).json()
+    assert document["servers"] == [{"url": "/sie"}]
+    assert (await gateway.client.get("/sie/healthz")).status_code == 200
+    assert (await gateway.client.get("/other/v1/models")).status_code == 404
+    assert (await gateway.client.get("/sie/v1/models/")).status_code not in range(300, 400)
+    assert 'url: "/sie/openapi.json"' in (await gateway.client.get("/sie/docs")).text.replace("'", '"')
+    plain = await cluster.gateway()
+    assert (await plain.client.get("/sie/v1/models")).status_code == 404
+    assert "servers" not in (await plain.client.get("/openapi.json")).json()
+    awkward = await cluster.gateway(SIE_ROOT_PATH="/v1")
+    assert (await awkward.client.get("/v1/v1/models")).status_code == 200
+
+
+# ports
+
+
+async def test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token(cluster: InProcess) -> None:
+    """SIE_GATEWAY_METRICS_PORT, X12: probes answer on both ports, data on the main one, metrics on this one."""
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")
+    assert str(gateway.settings.gateway_metrics_port) in gateway.side_url
+    assert "sie_gateway_requests_in_progress 0.0" in (await gateway.get("/metrics")).text
+    for path in ("/healthz", "/readyz"):
+        assert (await gateway.get(path)).status_code == (await gateway.client.get(path)).status_code == 200
+    assert (await gateway.get("/v1/models")).status_code == 404
+    assert (await gateway.client.get("/v1/models")).status_code == 401
+    assert (await gateway.client.get("/metrics", headers={"authorization": "Bearer good"})).status_code == 404
+
+
+async def test_a_taken_metrics_port_ends_the_start_with_the_name_of_the_variable(cluster: InProcess) -> None:
+    """SIE_GATEWAY_METRICS_PORT."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(SettingError, match=r"^SIE_GATEWAY_METRICS_PORT: cannot listen"):
+            await cluster.gateway(SIE_GATEWAY_METRICS_PORT=str(holder.getsockname()[1]))
+
+
+# routing
+
+ENTRY = toy_entry()
+RESOLVED = Catalogue({ENTRY.id: ENTRY}).resolve(ENTRY.id)
+
+
+def beat(worker: str, machine_profile: str = "l4") -> Heartbeat:
+    return Heartbeat(worker, "_default", machine_profile, "default", True, "0")
+
+
+def lane(fleet: Fleet, machine_profile: str = "") -> str:
+    return fleet.lane(RESOLVED, pool="_default", machine_profile=machine_profile, known_pools={"_default"}).machine_profile
+
+
+async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker() -> None:
+    """SIE_GATEWAY_CONFIGURED_GPUS: by name in any case, or its spot kind; unset, any name means the only kind there is."""
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of(SIE_GATEWAY_CONFIGURED_GPUS=" L4-spot , a100"))
+    assert lane(fleet) == "l4-spot"
+    assert lane(fleet, "a100") == "a100"
+    assert lane(fleet, "l4") == "l4-spot"
+    with pytest.raises(InvalidInput) as caught:
+        lane(fleet, "h100")
+    assert caught.value.reason == "gpu_not_configured"
+    assert caught.value.extras["configured_gpu_types"] == ["L4-spot", "a100"]
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
+    fleet.note(beat("w1", "cpu"))
+    assert lane(fleet, "h100") == "cpu"
+
+
+async def test_a_refused_machine_profile_is_a_400_before_anything_is_queued(cluster: InProcess) -> None:
+    """SIE_GATEWAY_CONFIGURED_GPUS."""
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4", SIE_GATEWAY_REQUEST_TIMEOUT="0.2")
+    refused = await gateway.encode("x", X_SIE_Machine_Profile="h100")
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "gpu_not_configured")
+    held = await gateway.encode("x", X_SIE_Machine_Profile="l4")
+    assert held.status_code == 504, "no worker of it is up yet"
+    assert (await gateway.client.get("/health")).json()["configured_gpu_types"] == ["l4"]
+
+
+@pytest.mark.parametrize(("variable", "timeout_s"), [
+    ({}, 15.0), ({"SIE_HEARTBEAT_TIMEOUT_MS": "3000", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}, 3.0),
+])  # fmt: skip
+async def test_a_silent_worker_counts_until_its_heartbeats_are_overdue(variable: dict[str, str], timeout_s: float) -> None:
+    """SIE_HEARTBEAT_TIMEOUT_MS: one missed message changes nothing."""
+    now_s = 100.0
+    settings = settings_of(**variable)
+    fleet = Fleet(MemoryServer().connect("gateway"), settings, lambda: now_s)
+    interval_s = settings.health_publish_interval_ms / 1000
+    fleet.note(beat("w1"))
+    now_s += 2 * interval_s
+    assert [each.worker for each in fleet.healthy()] == ["w1"]
+    now_s = 100.0 + timeout_s - 0.001
+    assert [each.worker for each in fleet.healthy()] == ["w1"]
+    now_s = 100.0 + timeout_s
+    assert fleet.healthy() == []
+    assert [each["name"] for each in fleet.worker_infos()[1]] == ["w1"], "still shown, as unhealthy"
+    fleet.note(beat("w1"))
+    assert [each.worker for each in fleet.healthy()] == ["w1"]
+
+
+# leases
+
+
+@pytest.mark.parametrize(("variable", "ack_wait_s"), [({}, 10), ({"SIE_ACK_WAIT_S": "5"}, 5)])
+async def test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait(variable: dict[str, str], ack_wait_s: int) -> None:
+    """SIE_ACK_WAIT_S: at the consumer that the gateway makes, and in the fence of the holder, on one virtual clock."""
+    now_s = 1000.0
+    settings = settings_of(**variable)
+    server = MemoryServer(clock=lambda: now_s)
+    broker = server.connect("gateway")
+    await broker.ensure_stream(topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0), owner=True)
+    consumer = topology.work_consumer(Lane("_default", "l4", "default"), "interactive", "toy/one", float(settings.ack_wait_s))
+    await broker.ensure_consumer(consumer)
+    got: dict[str, list[Delivery]] = {"silent": [], "other": []}
+    for worker, deliveries in got.items():
+        server.connect(worker).pulls(STREAM, deliveries.append).want(consumer.name, 1)
+        if worker == "silent":
+            await broker.publish(consumer.subject, b"work", "1")
+            await until(lambda: got["silent"], "the first delivery")
+    leases = Leases(float(settings.ack_wait_s), lambda: True, lambda: now_s)
+    lease = leases.hold(got["silent"][0])
+    now_s += 0.79 * ack_wait_s
+    assert leases.is_mine(lease)
+    await leases.renew_all()
+    now_s += 0.81 * ack_wait_s
+    assert not leases.is_mine(lease), "the holder fences itself before the broker gives the work away"
+    server.run_due()
+    await asyncio.sleep(0)
+    assert got["other"] == []
+    now_s += 0.2 * ack_wait_s
+    server.run_due()
+    await until(lambda: got["other"], "the redelivery")
+    assert got["other"][0].delivered == 2
+
+
+async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess) -> None:
+    """SIE_ACK_WAIT_S."""
+    gateway = await cluster.gateway(SIE_ACK_WAIT_S="7", SIE_GATEWAY_REQUEST_TIMEOUT="0.1")
+    await gateway.encode("x")
+    (consumer,) = cluster.server.streams[STREAM].consumers.values()
+    assert consumer.spec.ack_wait_s == 7.0
+
+
+async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_changed_behind_the_operator(cluster: InProcess) -> None:
+    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS, L16: what stands at the broker otherwise is a refusal that names the variable."""
+    await cluster.gateway(SIE_STREAM_STORAGE="memory", SIE_STREAM_REPLICAS="3")
+    spec = cluster.server.streams[STREAM].spec
+    assert (spec.storage, spec.replicas) == ("memory", 3)
+    with pytest.raises(SettingError, match=r"^SIE_STREAM_STORAGE: WORK__default: storage is 'memory' at the broker"):
+        await cluster.gateway(SIE_STREAM_STORAGE="file", SIE_STREAM_REPLICAS="3")
+    with pytest.raises(SettingError, match=r"^SIE_STREAM_REPLICAS: "):
+        await cluster.gateway(SIE_STREAM_STORAGE="memory")
+
+
+# who may
+
+
+def allowed(gate: Gate, token: str, method: str = "POST", path: str = "/v1/encode/m") -> bool | type[SIEError]:
+    try:
+        gate.check(method, path, f"Bearer {token}" if token else "")
+    except SIEError as error:
+        return type(error)
+    return True
+
+
+def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
+    """SIE_AUTH_MODE, X2."""
+    assert allowed(Gate(settings_of()), "") is True
+    assert allowed(Gate(settings_of(SIE_AUTH_MODE="none", SIE_AUTH_TOKEN="a")), "") is True
+    static = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
+    assert allowed(static, "") is Unauthenticated
+    assert allowed(static, "a") is True
+    assert allowed(static, "", "GET", "/healthz") is True
+    with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
+        Gate(settings_of(SIE_AUTH_MODE="token"))
+
+
+def test_the_auth_token_passes_user_routes_and_no_admin_route() -> None:
+    """SIE_AUTH_TOKEN, X14: with or without the word Bearer."""
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
+    gate.check("GET", "/v1/models", "a")
+    assert allowed(gate, "a", "GET", "/v1/models") is True
+    assert allowed(gate, "b") is Unauthenticated
+    assert allowed(gate, "a", "POST", "/v1/configs/models") is PermissionDenied
+
+
+def test_every_one_of_the_auth_tokens_passes_until_it_is_dropped() -> None:
+    """SIE_AUTH_TOKENS: spaces and empty entries mean nothing."""
+    both = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=" a , ,b,"))
+    assert [allowed(both, token) for token in ("a", "b", "c", "")] == [True, True, Unauthenticated, Unauthenticated]
+    rotated = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="b"))
+    assert [allowed(rotated, token) for token in ("a", "b")] == [Unauthenticated, True]
+
+
+def test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_closed() -> None:
+    """SIE_ADMIN_TOKEN, X14: in mode none too; unset fails closed."""
+    write = ("POST", "/v1/configs/models")
+    for mode in ({}, {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "user"}):
+        gate = Gate(settings_of(SIE_ADMIN_TOKEN="root", **mode))
+        assert allowed(gate, "root", *write) is True
+        assert allowed(gate, "root") is True
+        assert allowed(gate, "", *write) is Unauthenticated
+        assert allowed(gate, "wrong", *write) is Unauthenticated
+        closed = Gate(settings_of(**mode))
+        assert [allowed(closed, token, *write) for token in ("root", "")] == [PermissionDenied, PermissionDenied]
+
+
+async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: InProcess) -> None:
+    """SIE_AUTH_TOKEN, X11: over HTTP."""
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good", SIE_GATEWAY_REQUEST_TIMEOUT="0.1")
+    refused = await gateway.encode("x", Authorization="Bearer secret-bad")
+    assert (refused.status_code, refused.json()["code"]) == (401, "UNAUTHENTICATED")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert "secret" not in refused.text
+    assert (await gateway.encode("x", Authorization="Bearer secret-good")).status_code == 504
+
+
+# config deltas
+
+
+async def test_deltas_are_taken_from_trusted_producers_alone(cluster: InProcess) -> None:
+    """SIE_NATS_CONFIG_TRUSTED_PRODUCERS: an unlisted one is counted and ignored, a listed one is applied."""
+    plain = await cluster.gateway()
+    trusting = await cluster.gateway(SIE_NATS_CONFIG_TRUSTED_PRODUCERS="sie-config, release-two")
+    entry = {"id": "toy/two", "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": 8}, "max_tokens": 8}
+    delta = ConfigDelta("release-two", cluster.source.present_epoch, "test:2", "toy/two", 2, entry)
+    await cluster.send(topology.config_subject("default"), messages.encode(delta))
+
+    async def counted(gateway: GatewayProcess) -> tuple[float, float, int]:
+        applied = await gateway.metric("sie_gateway_config_deltas", result="applied")
+        untrusted = await gateway.metric("sie_gateway_config_deltas", result="untrusted")
+        return applied, untrusted, (await gateway.client.get("/v1/models/toy/two")).status_code
+
+    assert await counted(plain) == (0, 1, 404)
+    assert await counted(trusting) == (1, 0, 200)

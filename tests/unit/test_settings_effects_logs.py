@@ -1,0 +1,109 @@
+"""SIE_LOG_JSON: what every process writes, and what it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from inprocess import InProcess
+
+from sie_contracts.runtime.process import configure_logging
+
+SIE = str(Path(sys.executable).with_name("sie"))
+CANARY = "canary-5c1e"
+KEYS = {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"}
+PLAIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) sie(\.\w+)+: .+|warning: .+")
+
+# everything but the workers' engine in one process, and that engine
+PROCESSES = {
+    "standalone": ["--port", "0", "--gateway-metrics-port", "0", "--worker-metrics-port", "0", "--data-dir", "{folder}"],
+    "adapter": ["--device", "cpu", "--ipc-socket-path", "{folder}/a.sock"],
+}
+LAST = {"standalone": "gateway listening", "adapter": "adapter ready"}
+
+
+async def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
+    """All lines of a process, from its start through a SIGTERM when it is up."""
+    arguments = [argument.format(folder=folder) for argument in PROCESSES[process]]
+    (folder / "run").mkdir(exist_ok=True)
+    started = await asyncio.create_subprocess_exec(
+        SIE, process, *arguments, env={"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ}, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    assert started.stdout is not None
+    lines = []
+    try:
+        async with asyncio.timeout(60):
+            async for raw in started.stdout:
+                lines.append(raw.decode().rstrip("\n"))
+                if LAST[process] in lines[-1]:
+                    started.send_signal(signal.SIGTERM)
+            assert await started.wait() == 0, lines
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            started.kill()
+            await started.wait()
+    return lines
+
+
+async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> None:
+    """SIE_LOG_JSON: on, every line is one object with the documented keys; off, none is."""
+    json = dict(zip(PROCESSES, await asyncio.gather(*(lines_of(name, tmp_path, SIE_LOG_JSON="true") for name in PROCESSES)), strict=True))
+    for lines in json.values():
+        entries = [msgspec.json.decode(line) for line in lines]
+        assert all(set(entry) == KEYS for entry in entries)
+        assert entries[0]["message"] == "SIE_TYPO is set, but no such setting exists"
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["timestamp"]) for entry in entries)
+    loggers = {msgspec.json.decode(line)["logger"].split(".")[1] for lines in json.values() for line in lines}
+    assert {"config", "gateway", "sidecar", "adapter"} <= loggers
+    plain = await lines_of("standalone", tmp_path)
+    assert [line for line in plain if not PLAIN.fullmatch(line)] == []
+
+
+@contextlib.contextmanager
+def json_logs() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers = []
+    configure_logging(json=True)
+    try:
+        yield
+    finally:
+        root.handlers = before
+        root.setLevel(level)
+
+
+async def test_a_request_is_one_line_with_its_id_model_and_latency_and_no_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIE_LOG_JSON, X4: successes and failures; the canary is in inputs, ids, metadata, tokens and bad bodies."""
+    with json_logs():
+        async with InProcess(tmp_path) as cluster:
+            gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN=f"{CANARY}-token")
+            await cluster.sidecar()
+            headers = {"authorization": f"Bearer {CANARY}-token"}
+            item = {"id": CANARY, "text": CANARY, "metadata": {"note": CANARY}}
+            odd = {"items": [item], "params": {"truncate": CANARY}}
+            for body in ({"items": [item]}, odd, {"items": [{"text": [CANARY]}]}, {CANARY: CANARY}):
+                answer = await gateway.client.post("/v1/encode/toy/one", json=body, headers=headers)
+                assert answer.status_code in (200, 400)
+            await gateway.client.post("/v1/encode/toy/one", content=f'{{"items": ["{CANARY}'.encode(), headers=headers)
+            await gateway.encode("x", Authorization=f"Bearer {CANARY}")
+            fourth = answer.headers["x-sie-request-id"]
+    lines = capsys.readouterr().err.splitlines()
+    entries = [msgspec.json.decode(line) for line in lines]
+    requests = [entry for entry in entries if entry["logger"] == "sie.gateway" and entry["message"].startswith("encode ")]
+    assert len(requests) == 6
+    assert requests[0]["model"] == "toy/one"
+    assert requests[0]["latency_ms"] > 0
+    assert requests[3]["request_id"] == fourth
+    assert not [line for line in lines if CANARY in line]

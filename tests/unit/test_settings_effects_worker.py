@@ -1,0 +1,353 @@
+"""What the worker's settings do: the real sidecar before a fake adapter on a real socket, with a gateway where one is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_adapter import TOKENIZER, toy_entry
+from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of, until
+
+from sie_contracts import ipc, messages, topology
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import ConfigDelta
+from sie_contracts.settings import SettingError
+from sie_sidecar.hosting import Hosting
+
+ONE, TWO = toy_entry(), toy_entry("toy/two")
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, ONE, TWO) as cluster:
+        yield cluster
+
+
+# batches in flight
+
+
+async def peak_of_batches(cluster: InProcess, expected: int, **environ: str) -> float:
+    """The most batches that a held adapter is sent while the sidecar has more in hand. The gauge of batches says the same."""
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    sidecar = await cluster.sidecar(adapter, SIE_BATCHER_MAX_BATCH_REQUESTS="1", **environ)
+    adapter.hold_batches = True
+    sent = [asyncio.create_task(gateway.encode(str(number))) for number in range(expected + 4)]
+    await adapter.until(lambda adapter: adapter.running >= expected, f"{expected} batches at the adapter")
+
+    async with asyncio.timeout(10):
+        while await sidecar.metric("sie_queue_depth") <= expected:
+            pass  # the scrape awaits
+    gauge = await sidecar.metric("sie_batches_in_progress")
+    adapter.let_go()
+    assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
+    assert gauge == adapter.peak_running
+    return gauge
+
+
+@pytest.mark.parametrize(("variable", "depth"), [({}, 2), ({"SIE_RUST_PIPELINE_DEPTH": "1"}, 1), ({"SIE_RUST_PIPELINE_DEPTH": "3"}, 3)])
+async def test_the_pipeline_depth_is_how_many_batches_are_sent_ahead(cluster: InProcess, variable: dict[str, str], depth: int) -> None:
+    """SIE_RUST_PIPELINE_DEPTH."""
+    assert await peak_of_batches(cluster, depth, SIE_MAX_CONCURRENT_BATCHES="8", **variable) == depth
+
+
+@pytest.mark.parametrize(("variable", "most"), [({}, 4), ({"SIE_MAX_CONCURRENT_BATCHES": "3"}, 3)])
+async def test_never_more_batches_are_in_progress_than_allowed(cluster: InProcess, variable: dict[str, str], most: int) -> None:
+    """SIE_MAX_CONCURRENT_BATCHES."""
+    assert await peak_of_batches(cluster, most, SIE_RUST_PIPELINE_DEPTH="8", **variable) == most
+
+
+@pytest.mark.parametrize(("environ", "connections"), [
+    ({}, 5), ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7), ({"SIE_IPC_POOL_SIZE": "2"}, 3),
+])  # fmt: skip
+async def test_the_pool_has_so_many_connections_and_one_for_control(cluster: InProcess, environ: dict[str, str], connections: int) -> None:
+    """SIE_IPC_POOL_SIZE, S20: unset it follows SIE_MAX_CONCURRENT_BATCHES."""
+    await cluster.gateway()
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter, **environ)
+    assert adapter.connections == connections
+
+
+# the adapter's health
+
+
+async def test_the_sidecar_speaks_on_its_socket_path_and_names_it_while_nobody_is_there(cluster: InProcess) -> None:
+    """SIE_IPC_SOCKET_PATH."""
+    gateway = await cluster.gateway()
+    path = str(cluster.folder / "elsewhere.sock")
+    sidecar = await cluster.sidecar(ready=False, SIE_IPC_SOCKET_PATH=path)
+    beat = await until(lambda: cluster.last_beat("w0", ready=False), "a heartbeat that says not ready")
+    assert not beat.ready
+    answer = await sidecar.get("/readyz")
+    assert (answer.status_code, answer.text) == (503, f"not ready: no adapter at {path}")
+    adapter = await cluster.adapter("elsewhere.sock")
+    assert (await gateway.encode("x")).status_code == 200
+    assert adapter.batches
+
+
+async def test_the_adapter_is_pinged_at_the_interval(cluster: InProcess) -> None:
+    """SIE_WORKER_PING_INTERVAL_MS: ten pings at 100 ms are one, or at most two, at 1000 ms."""
+    await cluster.gateway()
+    often, seldom = await cluster.adapter("often.sock"), await cluster.adapter("seldom.sock")
+    await cluster.sidecar(often, SIE_WORKER_PING_INTERVAL_MS="100")
+    await cluster.sidecar(seldom, SIE_WORKER_PING_INTERVAL_MS="1000")
+    start, seldom_start = len(often.pings), len(seldom.pings)
+    await often.until(lambda adapter: len(adapter.pings) >= start + 10, "ten pings")
+    assert len(seldom.pings) - seldom_start <= 2
+    assert min(later - earlier for earlier, later in zip(often.pings, often.pings[1:], strict=False)) >= 0.09
+
+
+async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals(cluster: InProcess) -> None:
+    """SIE_WORKER_READYZ_STALE_MULT, S4: after three intervals, by default, and later where more are allowed."""
+    await cluster.gateway()
+    soon, late = await cluster.adapter("soon.sock"), await cluster.adapter("late.sock")
+    quick = await cluster.sidecar(soon, SIE_WORKER_PING_INTERVAL_MS="100")
+    patient = await cluster.sidecar(late, SIE_WORKER_PING_INTERVAL_MS="100", SIE_WORKER_READYZ_STALE_MULT="10")
+    soon.freeze()
+    late.freeze()
+    since_s = asyncio.get_running_loop().time()
+
+    async def unready(sidecar: SidecarProcess) -> float:
+        async with asyncio.timeout(4):
+            while (answer := await sidecar.get("/readyz")).status_code == 200:
+                pass
+        assert answer.text == "not ready: the adapter does not answer"
+        return asyncio.get_running_loop().time() - since_s
+
+    assert await unready(quick) >= 0.2
+    assert (await patient.get("/readyz")).status_code == 200
+    assert await unready(patient) >= 0.9
+
+
+# identity
+
+
+async def test_the_worker_id_is_in_results_heartbeats_and_logs(cluster: InProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """SIE_WORKER_ID, B9."""
+    caplog.set_level(logging.INFO)
+    gateway = await cluster.gateway()
+    await cluster.sidecar(SIE_WORKER_ID="Rack-7.gpu-1")
+    answer = await gateway.encode("x")
+    assert answer.headers["x-sie-worker"] == "rack-7.gpu-1"
+    assert {beat.worker for beat in cluster.beats} == {"rack-7.gpu-1"}
+    assert "sidecar rack-7.gpu-1 serves lane" in caplog.text
+
+
+async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess) -> None:
+    """SIE_GPU_COUNT."""
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    await cluster.sidecar(SIE_GPU_COUNT="2")
+    await cluster.sidecar(SIE_GPU_COUNT="0")
+    health = (await gateway.client.get("/health")).json()
+    assert [worker["gpu_count"] for worker in health["workers"]] == [1, 2, 0]
+    assert health["cluster"]["gpu_count"] == 3
+
+
+@pytest.mark.parametrize(("environ", "profile"), [
+    ({}, "_default"),
+    ({"SIE_GPU_TYPE": "L4"}, "l4"),
+    ({"SIE_GPU_TYPE": "l4", "SIE_MACHINE_PROFILE": "l4-spot"}, "l4-spot"),
+])  # fmt: skip
+async def test_the_machine_profile_is_what_requests_are_routed_by(cluster: InProcess, environ: dict[str, str], profile: str) -> None:
+    """SIE_MACHINE_PROFILE: else SIE_GPU_TYPE, else the pool; another kind of node beside it never gets its work."""
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="other,_default,l4,l4-spot")
+    named, other = await cluster.adapter("named.sock"), await cluster.adapter("other.sock")
+    sidecar = await cluster.sidecar(named, **environ)
+    await cluster.sidecar(other, SIE_MACHINE_PROFILE="other")
+    beat = cluster.last_beat(sidecar.worker)
+    assert beat is not None
+    assert beat.machine_profile == profile
+    for _ in range(3):
+        assert (await gateway.encode("x", X_SIE_Machine_Profile=profile.upper())).headers["x-sie-worker"] == sidecar.worker
+    assert not other.batches
+
+
+async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InProcess) -> None:
+    """SIE_GPU_TYPE: and the gateway, given the same, queues for it before any worker is up."""
+    gateway = await cluster.gateway(SIE_GPU_TYPE="l4")
+    early = asyncio.create_task(gateway.encode("before any worker"))
+    await until(lambda: cluster.server.streams["WORK__default"].messages, "the message in the stream")
+    detected = await cluster.adapter("detected.sock", gpu="NVIDIA H100")
+    await cluster.sidecar(detected, SIE_MACHINE_PROFILE="h100")
+    beat = cluster.last_beat("w0")
+    assert beat is not None
+    assert (beat.gpu, beat.machine_profile) == ("NVIDIA H100", "h100")
+    overridden = await cluster.adapter("overridden.sock", gpu="NVIDIA H100")
+    await cluster.sidecar(overridden, SIE_GPU_TYPE="l4")
+    beat = cluster.last_beat("w1")
+    assert beat is not None
+    assert (beat.gpu, beat.machine_profile) == ("l4", "l4")
+    assert (await early).headers["x-sie-worker"] == "w1"
+
+
+async def test_work_of_a_pool_is_taken_by_workers_of_that_pool_only(cluster: InProcess) -> None:
+    """SIE_POOL."""
+    gateways = {pool: await cluster.gateway(SIE_POOL=pool) for pool in ("a", "b")}
+    adapters = {pool: await cluster.adapter(f"{pool}.sock") for pool in gateways}
+    for pool, adapter in adapters.items():
+        await cluster.sidecar(adapter, SIE_POOL=pool)
+    for _ in range(3):
+        assert (await gateways["a"].encode("x", X_SIE_Pool="A")).headers["x-sie-worker"] == "w0"
+    assert adapters["a"].batches
+    assert not adapters["b"].batches
+    assert (await gateways["a"].encode("x", X_SIE_Pool="b")).json()["code"] == "POOL_NOT_FOUND"
+    assert set(cluster.server.streams) == {"WORK_a", "WORK_b"}
+
+
+async def test_a_model_is_served_by_workers_of_its_bundle_only(tmp_path: Path) -> None:
+    """SIE_BUNDLE: and a delta for one bundle does not reach workers of another."""
+    async with InProcess(tmp_path, ONE, toy_entry("toy/vision", bundle="vision")) as cluster:
+        gateway = await cluster.gateway()
+        adapters = {bundle: await cluster.adapter(f"{bundle}.sock") for bundle in ("default", "vision")}
+        sidecars = {bundle: await cluster.sidecar(adapter, SIE_BUNDLE=bundle) for bundle, adapter in adapters.items()}
+        for model, bundle in (("toy/one", "default"), ("toy/vision", "vision")):
+            answer = await gateway.encode("x", model=model)
+            assert (answer.headers["x-sie-worker"], answer.headers["x-sie-bundle"]) == (sidecars[bundle].worker, bundle)
+        assert {bundle: adapter.loads for bundle, adapter in adapters.items()} == {"default": ["toy/one"], "vision": ["toy/vision"]}
+        delta = ConfigDelta("sie-config", cluster.source.present_epoch, "test:2", "toy/vision", 2, None)
+        await cluster.send(topology.config_subject("vision"), messages.encode(delta))
+        assert await sidecars["vision"].metric("sie_config_deltas", result="applied") == 1
+        assert await sidecars["default"].metric("sie_config_deltas", result="applied") == 0
+
+
+# ports
+
+
+async def test_metrics_and_probes_of_the_sidecar_answer_on_its_port(cluster: InProcess) -> None:
+    """SIE_WORKER_METRICS_PORT: a taken port is a start error."""
+    port = free_port()
+    await cluster.gateway()
+    sidecar = await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(port))
+    assert sidecar.side_url.endswith(f":{port}")
+    assert [(await sidecar.get(path)).status_code for path in ("/metrics", "/healthz", "/readyz", "/v1/models")] == [200, 200, 200, 404]
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        second = await cluster.sidecar(ready=False, SIE_WORKER_METRICS_PORT=str(holder.getsockname()[1]))
+        with pytest.raises(SettingError, match=r"^SIE_WORKER_METRICS_PORT: cannot listen"):
+            await second.task
+
+
+# heartbeats and configuration
+
+
+async def test_heartbeats_come_at_the_interval(cluster: InProcess) -> None:
+    """SIE_HEALTH_PUBLISH_INTERVAL_MS: ten at 100 ms are one, or at most two, at 1000 ms."""
+    await cluster.gateway()
+    await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
+    await cluster.sidecar(SIE_HEALTH_PUBLISH_INTERVAL_MS="1000")
+    cluster.beats.clear()
+    await until(lambda: sum(beat.worker == "w0" for beat in cluster.beats) >= 10, "ten heartbeats")
+    assert sum(beat.worker == "w1" for beat in cluster.beats) <= 2
+
+
+async def test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export(cluster: InProcess) -> None:
+    """SIE_WORKER_CONFIG_POLL_INTERVAL_MS, SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS: without deltas, each worker with a source of its own.
+
+    1. four workers know toy/one; 2. toy/two appears, with a new epoch at `polled` and `slow`, without one at `full` and `never`;
+    3. work for toy/two is done by `polled` and `full`, while `slow` polls every 30 s and `never` reads the whole export only at start.
+    """
+    short, off = {"SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "1000"}, {"SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": "0"}
+    environs = {"polled": {**short, **off}, "slow": {}, "full": {**short, "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS": "1000"}}
+    environs["never"] = {**short, **off}
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS=",".join(environs))
+    sources = {name: Source(ONE) for name in environs}
+    for name, environ in environs.items():
+        await cluster.sidecar(source=sources[name], SIE_MACHINE_PROFILE=name, **environ)
+    for name, source in sources.items():
+        source.put(TWO, silent=name in ("full", "never"))
+    served = [gateway.encode("x", model="toy/two", X_SIE_Machine_Profile=name) for name in ("polled", "full")]
+    assert [answer.status_code for answer in await asyncio.gather(*served)] == [200, 200]
+    await until(lambda: sources["never"].polls >= 2, "two polls")
+    assert sources["full"].exports >= 2
+    assert {name: source.exports for name, source in sources.items() if name != "full"} == {"polled": 2, "slow": 1, "never": 1}
+    assert sources["slow"].polls == 0
+    left = [gateway.encode("x", model="toy/two", X_SIE_Machine_Profile=name, X_SIE_Timeout_Ms="100") for name in ("slow", "never")]
+    assert [answer.status_code for answer in await asyncio.gather(*left)] == [504, 504]
+
+
+# models
+
+
+async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: InProcess) -> None:
+    """SIE_PRELOAD_MODELS: and the first request finds its model there."""
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    adapter.hold_loads = True
+    sidecar = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one, TOY/two")
+    for left in ("toy/one, toy/two", "toy/two"):
+        await adapter.until(lambda adapter, left=left: adapter.loads and adapter.loads[-1] == left.split(", ")[0], "the load")
+        answer = await sidecar.get("/readyz")
+        assert (answer.status_code, answer.text) == (503, f"not ready: preloading {left}")
+        adapter.let_go(1)
+    await until(lambda: cluster.last_beat("w0", ready=True), "ready")
+    assert (await sidecar.get("/readyz")).status_code == 200
+    assert (await gateway.encode("x")).status_code == 200
+    assert adapter.loads == ["toy/one", "toy/two"]
+
+
+async def test_a_preload_that_fails_shows_in_readiness_and_an_unknown_name_ends_the_start(cluster: InProcess) -> None:
+    """SIE_PRELOAD_MODELS."""
+    await cluster.gateway()
+    adapter = await cluster.adapter()
+    adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND", "permanent": True})
+    sidecar = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one,toy/two")
+    await until(lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["loaded", "failed"], "the failure")
+    assert (await sidecar.get("/readyz")).text == "not ready: preloading toy/two"
+    unknown = await cluster.sidecar(ready=False, SIE_PRELOAD_MODELS="toy/none")
+    with pytest.raises(SettingError, match=r"^SIE_PRELOAD_MODELS: no model named 'toy/none'"):
+        await asyncio.wait_for(unknown.task, 10)
+
+
+async def test_an_idle_model_is_unloaded_and_without_the_setting_it_stays(cluster: InProcess) -> None:
+    """SIE_IDLE_EVICT_S: the smallest, a second."""
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="evicts,keeps")
+    evicting, keeping = await cluster.adapter("evicts.sock"), await cluster.adapter("keeps.sock")
+    await cluster.sidecar(evicting, SIE_MACHINE_PROFILE="evicts", SIE_IDLE_EVICT_S="1")
+    await cluster.sidecar(keeping, SIE_MACHINE_PROFILE="keeps", SIE_IDLE_EVICT_S="")
+    for name in ("evicts", "keeps"):
+        assert (await gateway.encode("x", X_SIE_Machine_Profile=name)).status_code == 200
+    await evicting.until(lambda adapter: adapter.releases == ["toy/one"], "the release")
+    await until(lambda: (beat := cluster.last_beat("w0")) and beat.models[0].state == "available", "the report of it")
+    assert keeping.releases == []
+    assert (await gateway.encode("x", X_SIE_Machine_Profile="evicts")).status_code == 200
+    assert evicting.loads == ["toy/one", "toy/one"]
+
+
+class LoadsAtOnce:
+    """The part of an adapter link that hosting uses."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[bool], None]] = []
+
+    async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
+        return ipc.Ready(ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512)
+
+
+async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is_held_for_it() -> None:
+    """SIE_IDLE_EVICT_S, S15: 300 on a virtual clock; a request every 299 s keeps it."""
+    now_s = 0.0
+    idle_s = settings_of(SIE_IDLE_EVICT_S="300").idle_evict_s
+    assert idle_s is not None
+    link: Any = LoadsAtOnce()
+    hosting = Hosting(link, lambda: now_s, lambda: None)
+    hosted = hosting.of(Catalogue({ONE.id: ONE}).resolve(ONE.id))
+    await hosting.ensure(hosted)
+    for _ in range(3):
+        now_s += 299
+        assert hosting.idle(idle_s) == []
+        hosted.used_s = now_s  # as a batch does
+    now_s += 301
+    hosted.held = 1
+    assert hosting.idle(idle_s) == []
+    hosted.held = 0
+    assert hosting.idle(idle_s) == [hosted]
+
+

@@ -1,0 +1,226 @@
+"""One place reads the environment, every setting has a reader where its row says, and every setting has a test of its effect.
+
+EFFECTS is the list of these tests: a setting that starts to be read gets its line here, with the test that shows what it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sie_contracts import settings
+from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, Row
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "gateway": "gateway/sie_gateway", "config": "config_service/sie_config", "sidecar": "sidecar/sie_sidecar",
+    "adapter": "adapter/sie_adapter", "contracts": "contracts/sie_contracts", "sdk": "sdk/sie_sdk", "cli": "cli/sie_cli",
+}  # fmt: skip
+
+BATCHING, GATEWAY, WORKER = (f"tests/unit/test_settings_effects_{name}.py" for name in ("batching", "gateway", "worker"))
+ADAPTER, CONFIG, BROKER, LOGS = (f"tests/unit/test_settings_effects_{name}.py" for name in ("adapter", "config", "broker", "logs"))
+
+EFFECTS = {
+    "SIE_DEVICE": f"{ADAPTER}::test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start",
+    "SIE_MODELS_DIR": f"{CONFIG}::test_the_models_folder_is_laid_over_the_packaged_catalogue",
+    "SIE_MODEL_FILTER": f"{CONFIG}::test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_start",
+    "SIE_GPU_TYPE": f"{WORKER}::test_the_gpu_type_overrides_the_detected_label_in_health",
+    "SIE_LOCAL_CACHE": f"{ADAPTER}::test_weights_are_looked_up_in_the_local_cache_first",
+    "SIE_HF_FALLBACK": f"{ADAPTER}::test_without_the_fallback_the_hub_is_never_asked",
+    "HF_HOME": f"{ADAPTER}::test_the_local_cache_is_hf_home_where_it_is_not_set",
+    "SIE_MAX_BATCH_REQUESTS": f"{BATCHING}::test_max_batch_requests_bounds_the_items_of_a_batch_with_standalone_only",
+    "SIE_MAX_BATCH_WAIT_MS": f"{BATCHING}::test_max_batch_wait_is_how_long_a_lone_item_waits_for_an_expected_one_with_standalone_only",
+    "SIE_MAX_BATCH_COST": f"{BATCHING}::test_max_batch_cost_bounds_the_tokens_of_a_batch",
+    "SIE_MAX_CONCURRENT_REQUESTS": f"{GATEWAY}::test_each_gateway_refuses_what_is_beyond_its_concurrent_requests",
+    "SIE_MAX_ITEMS_PER_REQUEST": f"{GATEWAY}::test_a_request_may_have_this_many_items_and_not_one_more",
+    "SIE_RUST_PIPELINE_DEPTH": f"{WORKER}::test_the_pipeline_depth_is_how_many_batches_are_sent_ahead",
+    "SIE_BATCHER_COALESCE_MS": f"{BATCHING}::test_coalescing_joins_what_arrives_within_the_window_in_queue_mode_only",
+    "SIE_BATCHER_MAX_BATCH_REQUESTS": f"{BATCHING}::test_batcher_max_requests_bounds_the_items_of_a_batch_in_queue_mode_only",
+    "SIE_CHUNK_COST": f"{GATEWAY}::test_a_request_is_cut_into_messages_of_about_the_chunk_cost_with_equal_results",
+    "SIE_BULK_MAX_OVERTAKES": f"{BATCHING}::test_bulk_work_is_overtaken_at_most_this_often",
+    "SIE_NATS_URL": f"{BROKER}::test_all_traffic_goes_over_the_named_broker",
+    "SIE_GATEWAY_CONFIGURED_GPUS": f"{GATEWAY}::test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker",
+    "SIE_CONFIG_SERVICE_URL": f"{BROKER}::test_without_a_config_service_the_packaged_catalogue_serves_and_nothing_waits",
+    "SIE_INLINE_PAYLOAD_BYTES": f"{GATEWAY}::test_text_over_the_inline_limit_is_refused_with_the_limit",
+    "SIE_ADMIN_TOKEN": f"{GATEWAY}::test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_closed",
+    "SIE_CONFIG_READ_TOKEN": f"{CONFIG}::test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else",
+    "SIE_AUTH_MODE": f"{GATEWAY}::test_the_auth_mode_decides_whether_a_token_is_needed",
+    "SIE_AUTH_TOKEN": f"{GATEWAY}::test_the_auth_token_passes_user_routes_and_no_admin_route",
+    "SIE_AUTH_TOKENS": f"{GATEWAY}::test_every_one_of_the_auth_tokens_passes_until_it_is_dropped",
+    "SIE_NATS_CONFIG_TRUSTED_PRODUCERS": f"{GATEWAY}::test_deltas_are_taken_from_trusted_producers_alone",
+    "SIE_GATEWAY_METRICS_PORT": f"{GATEWAY}::test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token",
+    "SIE_GATEWAY_REQUEST_TIMEOUT": f"{GATEWAY}::test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs",
+    "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
+    "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",
+    "SIE_STREAM_REPLICAS": f"{BROKER}::test_three_brokers_hold_three_copies",
+    "SIE_QUEUE_MAX_BYTES": f"{GATEWAY}::test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted",
+    "SIE_POOL": f"{WORKER}::test_work_of_a_pool_is_taken_by_workers_of_that_pool_only",
+    "SIE_BUNDLE": f"{WORKER}::test_a_model_is_served_by_workers_of_its_bundle_only",
+    "SIE_IPC_SOCKET_PATH": f"{WORKER}::test_the_sidecar_speaks_on_its_socket_path_and_names_it_while_nobody_is_there",
+    "SIE_MAX_CONCURRENT_BATCHES": f"{WORKER}::test_never_more_batches_are_in_progress_than_allowed",
+    "SIE_IPC_POOL_SIZE": f"{WORKER}::test_the_pool_has_so_many_connections_and_one_for_control",
+    "SIE_WORKER_METRICS_PORT": f"{WORKER}::test_metrics_and_probes_of_the_sidecar_answer_on_its_port",
+    "SIE_WORKER_ID": f"{WORKER}::test_the_worker_id_is_in_results_heartbeats_and_logs",
+    "SIE_MACHINE_PROFILE": f"{WORKER}::test_the_machine_profile_is_what_requests_are_routed_by",
+    "SIE_GPU_COUNT": f"{WORKER}::test_the_gpu_count_is_shown_by_the_gateway",
+    "SIE_WORKER_PING_INTERVAL_MS": f"{WORKER}::test_the_adapter_is_pinged_at_the_interval",
+    "SIE_WORKER_READYZ_STALE_MULT": f"{WORKER}::test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals",
+    "SIE_WORKER_CONFIG_POLL_INTERVAL_MS":
+        f"{WORKER}::test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export",
+    "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS":
+        f"{WORKER}::test_a_changed_catalogue_is_noticed_at_the_poll_and_a_corrupted_one_at_the_full_export",
+    "SIE_HEALTH_PUBLISH_INTERVAL_MS": f"{WORKER}::test_heartbeats_come_at_the_interval",
+    "SIE_HEARTBEAT_TIMEOUT_MS": f"{GATEWAY}::test_a_silent_worker_counts_until_its_heartbeats_are_overdue",
+    "SIE_ACK_WAIT_S": f"{GATEWAY}::test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait",
+    "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT":
+        f"{ADAPTER}::test_the_least_recently_used_model_goes_when_memory_passes_the_threshold",
+    "SIE_IDLE_EVICT_S": f"{WORKER}::test_an_idle_model_is_unloaded_and_without_the_setting_it_stays",
+    "SIE_PRELOAD_MODELS": f"{WORKER}::test_preloaded_models_are_loaded_before_the_worker_is_ready",
+    "SIE_LOG_JSON": f"{LOGS}::test_each_process_writes_json_lines_or_plain_ones",
+    "SIE_PREPROCESSOR_WORKERS": f"{BATCHING}::test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers",
+    "SIE_ATTENTION_BACKEND": f"{ADAPTER}::test_the_attention_backend_reaches_what_models_are_loaded_with",
+    "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
+}  # fmt: skip
+
+WAITING = {row.name: row.waits_for for row in ROWS if row.waits_for}
+
+# (setting, component): its value is only checked there, against that of another setting, when the process starts
+CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
+
+# What may touch the environment, by file, and why.
+READS_ENVIRON = {
+    "contracts/sie_contracts/settings.py": "the one reader",
+    "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",
+}
+READS_HOME = {
+    "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
+    "adapter/sie_adapter/weights.py": "~ in the path of a catalogue entry",
+    "cli/sie_cli/serve.py": "the default data directory",
+}
+
+ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}
+ENVIRON_WRITES = {"putenv", "unsetenv"}
+HOME_READS = {"expanduser", "expandvars", "home"}
+
+
+def trees(package: str) -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted((ROOT / PACKAGES[package]).rglob("*.py")):
+        yield str(file.relative_to(ROOT)), ast.parse(file.read_text("utf-8"))
+
+
+def all_trees() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        yield from trees(package)
+
+
+def names_used(tree: ast.AST) -> set[str]:
+    """Names and attributes that are mentioned, imported ones included."""
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.alias):
+            used.add(node.name)
+    return used
+
+
+def test_nothing_but_the_settings_reads_the_environment() -> None:
+    """C10: what is allowed is listed by file, with the reason, and is used."""
+    reads = {file for file, tree in all_trees() for node in ast.walk(tree) if _is_os(node, ENVIRON_READS)}
+    assert reads == set(READS_ENVIRON)
+    assert {file for file, tree in all_trees() if names_used(tree) & HOME_READS} == set(READS_HOME)
+
+
+def test_nothing_writes_the_environment() -> None:
+    """C10."""
+    changing = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
+    for file, tree in all_trees():
+        for node in ast.walk(tree):
+            assert not _is_os(node, ENVIRON_WRITES), file
+            is_changed = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+            if is_changed or (isinstance(node, ast.Attribute) and node.attr in changing):
+                assert not _is_os(node, ENVIRON_READS), f"{file}:{node.lineno}"
+                assert not _is_os(node.value, ENVIRON_READS), f"{file}:{node.lineno}"
+
+
+def _is_os(node: ast.AST, names: set[str]) -> bool:
+    """`os.<name>`, or the import of it by name."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in names for alias in node.names)
+    return isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "os"
+
+
+@functools.cache
+def fields_by_attribute() -> dict[str, frozenset[str]]:
+    """The fields behind each attribute of Settings: a field itself, and what a property is made of."""
+    found = {row.field: frozenset({row.field}) for row in ROWS}
+    tree = ast.parse(Path(settings.__file__).read_text("utf-8"))
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list):
+            used = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr in found}
+            found[node.name] = frozenset(used)
+    return found
+
+
+def fields_read(tree: ast.AST) -> set[str]:
+    """Fields read as attributes of something named settings."""
+    known = fields_by_attribute()
+    read: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in known:
+            owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr if isinstance(node.value, ast.Attribute) else ""
+            if owner in ("settings", "_settings"):
+                read |= known[node.attr]
+    return read
+
+
+@functools.cache
+def readers() -> dict[str, frozenset[str]]:
+    """Field -> components that read it: in their package, or in the command that starts their process."""
+    found: dict[str, set[str]] = defaultdict(set)
+    commands = {
+        node.name: node
+        for file, tree in trees("cli")
+        if file.endswith("/main.py")
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name in COMPONENTS
+    }
+    assert set(commands) == set(COMPONENTS)
+    for component in COMPONENTS:
+        for tree in (commands[component], *(tree for _, tree in trees(component))):
+            for field in fields_read(tree):
+                found[field].add(component)
+    return {field: frozenset(components) for field, components in found.items()}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_setting_is_read_where_its_row_says_and_nowhere_else(row: Row) -> None:
+    """C16: a setting that waits for its capability is read nowhere, and says so."""
+    expected = set() if row.waits_for else {component for component in row.components if (row.name, component) not in CHECKED_ONLY}
+    assert readers().get(row.field, frozenset()) == expected
+
+
+def test_what_is_only_checked_is_checked() -> None:
+    tree = ast.parse(Path(settings.__file__).read_text("utf-8"))
+    (check,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_cross_check")
+    assert {BY_NAME[name].field for name, _ in CHECKED_ONLY} <= fields_read(check)
+
+
+def test_every_setting_has_a_test_of_its_effect_or_waits_for_something() -> None:
+    """C16."""
+    assert EFFECTS.keys() | WAITING.keys() == BY_NAME.keys()
+    assert not EFFECTS.keys() & WAITING.keys()
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_the_test_of_an_effect_exists_and_names_the_setting(name: str) -> None:
+    file, _, function = EFFECTS[name].partition("::")
+    tree = ast.parse((ROOT / file).read_text("utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function)
+    assert name in (ast.get_docstring(found) or ast.get_docstring(tree) or "")

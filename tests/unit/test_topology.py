@@ -1,0 +1,128 @@
+"""Names at the broker: injective, legal, and disjoint between lanes."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie_contracts import topology
+from sie_contracts.broker.memory import matches, overlap
+from sie_contracts.topology import Lane, config_subject, health_subject, pool_name, token, work_consumer, work_stream
+
+# any Unicode that UTF-8 can hold, and what is likely to collide
+NAMES = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
+    st.text("aA/_-.:~ é*>2f", min_size=1, max_size=12),
+    st.sampled_from(["a/b", "a__b", "a_2fb", "a.b", "a b", "A/b", "a//b", "_", "__", "a_", "_a"]),
+)
+POOLS = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=63).map(pool_name)
+LANES = st.builds(Lane, POOLS, NAMES, NAMES)
+PRIORITIES = st.sampled_from(["interactive", "bulk"])
+
+
+def untoken(text: str) -> str:
+    """The inverse, for tests: nothing in the product parses a name back."""
+    pieces = re.findall(r"(?:_[0-9a-f]{2})+|[^_]+", text)
+    return "".join(bytes.fromhex(piece.replace("_", "")).decode() if piece[0] == "_" else piece for piece in pieces)
+
+
+@given(NAMES)
+def test_a_token_keeps_its_name(name: str) -> None:
+    """W14: what can be read back is injective."""
+    assert untoken(token(name)) == name
+
+
+@given(NAMES, NAMES)
+def test_different_names_have_different_tokens(one: str, other: str) -> None:
+    """W14."""
+    assert (token(one) == token(other)) == (one == other)
+
+
+@given(NAMES)
+def test_a_token_is_one_legal_word_in_a_subject_and_in_a_name(name: str) -> None:
+    """No dot, space, wildcard or slash; and no double underscore, which separates tokens."""
+    assert re.fullmatch(r"[A-Za-z0-9_-]+", token(name))
+    assert "__" not in token(name)
+    assert not token(name).endswith("_")
+
+
+def test_names_that_a_lossy_encoding_would_merge() -> None:
+    """W14."""
+    names = ["a/b", "a__b", "a_b", "a.b", "a-b", "a b", "a_2fb", "A/b", "ａ/b"]
+    assert len({token(name) for name in names}) == len(names)
+    assert token("BAAI/bge-m3") == "BAAI_2fbge-m3"
+    with pytest.raises(ValueError, match="empty"):
+        token("")
+
+
+@given(LANES, PRIORITIES, NAMES, LANES, PRIORITIES, NAMES)
+def test_consumers_of_different_work_never_share_a_name_or_a_message(
+    lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other_model: str
+) -> None:
+    """L17: filters are disjoint by construction."""
+    one, other = work_consumer(lane, priority, model, 10), work_consumer(other_lane, other_priority, other_model, 10)
+    same = (lane, priority, model) == (other_lane, other_priority, other_model)
+    assert ((one.stream, one.name) == (other.stream, other.name)) == same
+    assert (one.subject == other.subject) == same
+    assert overlap(one.subject, other.subject) == same
+
+
+@given(LANES, LANES, PRIORITIES, NAMES)
+def test_the_prefix_of_a_lane_begins_the_names_of_its_consumers_and_of_no_others(
+    lane: Lane, other: Lane, priority: str, model: str
+) -> None:
+    name = work_consumer(other, priority, model, 10).name
+    assert name.startswith(lane.consumer_prefix()) == ((lane.machine_profile, lane.bundle) == (other.machine_profile, other.bundle))
+
+
+@given(LANES, PRIORITIES, NAMES)
+def test_names_and_subjects_are_legal_at_the_broker(lane: Lane, priority: str, model: str) -> None:
+    consumer = work_consumer(lane, priority, model, 10)
+    stream = work_stream(lane.pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0)
+    assert re.fullmatch(r"[A-Za-z0-9_-]+", consumer.name)
+    assert re.fullmatch(r"[A-Za-z0-9_-]+", stream.name)
+    assert consumer.stream == stream.name
+    for subject in (consumer.subject, config_subject(lane.bundle), health_subject(lane.machine_profile)):
+        assert all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in subject.split("."))
+    assert matches(stream.subjects[0], consumer.subject)
+
+
+@given(LANES, PRIORITIES, NAMES)
+def test_names_are_short_enough_for_a_folder_at_the_broker(lane: Lane, priority: str, model: str) -> None:
+    assert len(work_consumer(lane, priority, model, 10).name) <= 180
+
+
+@pytest.mark.parametrize("size", [33, 48, 49, 100, 180, 255])
+def test_long_names_are_cut_and_stay_different(size: int) -> None:
+    """They end in a digest of the whole."""
+    long = [f"{'m' * (size - 1)}{end}" for end in "ab"]
+    lanes = [Lane("_default", profile, bundle) for profile in long for bundle in long]
+    assert len({lane.consumer_prefix() for lane in lanes}) == 4
+    consumers = [work_consumer(lane, "bulk", model, 10) for lane in lanes for model in long]
+    assert len({consumer.name for consumer in consumers}) == len({consumer.subject for consumer in consumers}) == 8
+
+
+def test_pools_are_lower_case_and_default_is_an_alias() -> None:
+    assert [pool_name(name) for name in ("default", "_default", "Default", "GPU-a_1")] == ["_default", "_default", "_default", "gpu-a_1"]
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "a/b", "a>", "*", "é", "x" * 64, "a\n"])
+def test_a_pool_that_no_subject_can_hold_is_refused(name: str) -> None:
+    """X7."""
+    with pytest.raises(ValueError, match="1 to 63 letters"):
+        pool_name(name)
+
+
+def test_a_lane_is_written_with_dots() -> None:
+    assert str(Lane("_default", "l4", "default")) == "_default.l4.default"
+
+
+def test_two_lanes_of_different_pools_have_streams_of_their_own() -> None:
+    one, other = (work_stream(pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0) for pool in ("a", "a-b"))
+    assert one.name != other.name
+    assert not overlap(one.subjects[0], other.subjects[0])
+    assert topology.stream_name("a") == one.name
