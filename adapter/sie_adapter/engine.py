@@ -14,11 +14,13 @@ import torch
 from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal
+from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
 from sie_adapter.residency import Residency
 from sie_adapter.weights import WeightSources
 from sie_contracts import ipc
+from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.ipc import Refused, Reply, RunBatch
 from sie_contracts.settings import Settings
@@ -44,7 +46,7 @@ class Engine:
         self._on_device_lost = on_device_lost
         self.loader = Loader(self.device, WeightSources(settings.cache_folder, settings.hf_fallback), settings)
         self.residency = Residency(
-            self.loader.load,
+            self._load,
             functools.partial(devices.memory, self.device),
             functools.partial(devices.give_memory_back, self.device),
             settings.memory_pressure_threshold_percent,
@@ -52,6 +54,19 @@ class Engine:
         # a second stream of kernels on one GPU only adds contention; on a CPU a lane per core beats one pass on all cores (bench/engine.py)
         self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
         self._log_choices(settings)
+
+    def _load(self, resolved: Resolved) -> TextEncoder:
+        try:
+            return self.loader.load(resolved)
+        except Exception as error:
+            self._end_if_lost(error)
+            raise
+
+    def _end_if_lost(self, error: Exception) -> None:
+        """Later answers of a dead context would be errors, or wrong."""
+        if is_device_fatal(error):
+            _logger.critical("the device is lost, ending: %s", error)
+            self._on_device_lost()
 
     def execute(self, message: RunBatch) -> Reply:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
@@ -62,9 +77,7 @@ class Engine:
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:
-            if is_device_fatal(error):
-                _logger.critical("the device is lost, ending: %s", error)
-                self._on_device_lost()
+            self._end_if_lost(error)
             _logger.exception("a batch of %s failed", message.model)
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 

@@ -1,4 +1,4 @@
-"""Failures of a model load, in the classes of the client contract, and the failures that end the process."""
+"""Failures of a model load in the classes of the client contract, and what an exception of the device means."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CE
 def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
     """A load failure that names its class, which decides when the cluster tries again."""
     return ModelLoadFailed(message, extras={"error_class": error_class})
-
-
-class DeviceLost(Exception):
-    """The device context is dead: every later answer would be an error or wrong. The process must end and be restarted."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

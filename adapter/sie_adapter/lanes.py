@@ -94,6 +94,9 @@ class Lanes:
             self._busy_since[lane] = 0.0
             self._batches[lane] += 1
             job.answer(answer)
+        except Exception:
+            # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with it
+            _logger.exception("a lane failed")
         finally:
             self._busy_since[lane] = 0.0
             job.finished.set()

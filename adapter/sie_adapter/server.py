@@ -95,6 +95,8 @@ class Server:
             _logger.warning("closed a connection: %s", error)
         except OSError as error:
             _logger.info("a connection broke: %s", error)
+        except Exception:
+            _logger.exception("a connection failed")
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -108,6 +110,8 @@ class Server:
                 return
             try:
                 _send(connection, reply)
+            except FrameError as error:  # nothing of it was sent
+                _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
             except OSError as error:
                 broken.append(error)
 

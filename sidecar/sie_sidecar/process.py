@@ -128,11 +128,11 @@ async def _upkeep(settings: Settings, worker: Worker, stop: Stop) -> None:
     """Once a second: credit that depends on time, and models that have been idle too long."""
     rounds = 0
     while not await stop.wait_for(REFILL_S):
-        worker.refill()
+        worker.pulling.refill()
         rounds += 1
         if rounds % 10 == 0:
             try:
-                await worker.find_consumers()
+                await worker.pulling.find_consumers()
             except BrokerError as error:
                 _logger.warning("the consumers could not be listed: %s", error)
         if settings.idle_evict_s is None:

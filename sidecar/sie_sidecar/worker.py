@@ -13,63 +13,32 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from sie_contracts import ipc, messages, topology
-from sie_contracts.broker import Broker, Delivery, Pulls
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
-from sie_contracts.messages import ArraySlice, BatchNote, Failed, Ok, Outcome, Stages, WorkItem, WorkResult
+from sie_contracts import ipc, messages
+from sie_contracts.broker import Broker, Delivery
+from sie_contracts.errors import InferenceFailed, InternalFailure, SIEError
+from sie_contracts.messages import BatchNote, Failed, Outcome, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_sidecar import batch as batches
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting
+from sie_sidecar.held import Held, cut, merge, runnable, stages_of
 from sie_sidecar.hosting import Hosted, Hosting
-from sie_sidecar.lease import Lease, Leases
+from sie_sidecar.lease import Leases
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Metrics
+from sie_sidecar.pulling import Pulling
 from sie_sidecar.settlement import Settlement
-from sie_sidecar.tokens import TokenizerPool, Tokens
+from sie_sidecar.tokens import TokenizerPool
 
 HAND_BACK_DELAY_S = 0.5
 POISON_DEATHS = 2
-ACTIVE_S = 1.0  # a consumer that delivered this recently gets credit, others hold one probe
 _logger = logging.getLogger("sie.sidecar.worker")
-
-
-@dataclass
-class Held:
-    """A work item in our hands, with the marks from which its stages are told. `texts` and `tokens` are by position in the chunk."""
-
-    lease: Lease
-    item: WorkItem
-    received_s: float
-    deadline_s: float
-    hosted: Hosted | None = None
-    tokens: list[Tokens] = field(default_factory=list)
-    loaded_s: float = 0.0
-    tokenised_s: float = 0.0
-    sealed_s: float = 0.0
-    started_s: float = 0.0
-    deaths: int = 0
-    counted: int = 0  # its share of the cost that waits for the device
-
-
-class _Consumer:
-    """What is known of one durable consumer: how its deliveries look lately."""
-
-    def __init__(self) -> None:
-        self.mean_cost = 0.0
-        self.pending = 0
-        self.delivered_s = -1e9
-
-    def note(self, cost: int, pending: int, now_s: float) -> None:
-        self.mean_cost = cost if not self.mean_cost else 0.9 * self.mean_cost + 0.1 * cost
-        self.pending, self.delivered_s = pending, now_s
 
 
 class Worker:
@@ -102,57 +71,24 @@ class Worker:
         self._batch_number = 0
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
-        self._consumers: dict[str, _Consumer] = {}
-        self._pulls: Pulls | None = None
-        self._pulling = True
+        self.pulling = Pulling(broker, lane, limits, self._on_delivery, self._room, clock)
         link.listeners.append(self._on_link)
 
-    # pulling
+    # taking in
 
     async def start(self) -> None:
-        """Begin to pull. The lane's stream must exist."""
-        stream = topology.stream_name(self._lane.pool)
-        self._pulls = self._broker.pulls(stream, self._on_delivery)
+        """Begin to pull. The lane's stream must exist. Raises BrokerError."""
         self._loops.start(self._prepare_arrivals(), "intake")
         self._loops.start(self._dispatch(), "dispatch")
         self._loops.start(self.leases.run(), "leases")
-        await self._broker.watch_consumers(stream, self._on_consumer)
-        self._broker.on_reconnect(self.find_consumers)
-        await self.find_consumers()
+        await self.pulling.start()
 
-    async def find_consumers(self) -> None:
-        """Learn which durable consumers of this lane exist. Raises BrokerError."""
-        for name in await self._broker.consumers(topology.stream_name(self._lane.pool)):
-            await self._on_consumer(name, True)
+    def _room(self) -> tuple[int, int] | None:
+        return (self._held_cost, self._lanes) if self._link.connected else None
 
-    async def _on_consumer(self, name: str, exists: bool) -> None:
-        if not name.startswith(self._lane.consumer_prefix()):
-            return
-        if exists:
-            self._consumers.setdefault(name, _Consumer())
-        else:
-            self._consumers.pop(name, None)
-            if self._pulls is not None:
-                self._pulls.want(name, 0)
-        self.refill()
-
-    def refill(self) -> None:
-        """Have the right credit outstanding: none while the adapter is away, a probe for quiet consumers, room for active ones."""
-        if self._pulls is None or not self._pulling:
-            return
-        now_s = self._clock()
-        lanes = self._link.description.lanes if self._link.description else 1
-        active = sum(1 for consumer in self._consumers.values() if now_s - consumer.delivered_s < ACTIVE_S)
-        for name, consumer in self._consumers.items():
-            if not self._link.connected:
-                target = 0
-            else:
-                is_active = now_s - consumer.delivered_s < ACTIVE_S
-                target = batches.credit(held_cost=self._held_cost, mean_cost=consumer.mean_cost, limits=self._limits, lanes=lanes)
-                target = min(target, max(1, target // max(1, active))) if is_active else min(target, 1)
-            # refilled in strides, so that a busy consumer costs one pull for many messages
-            if target == 0 or self._pulls.outstanding(name) <= target // 2:
-                self._pulls.want(name, target)
+    @property
+    def _lanes(self) -> int:
+        return self._link.description.lanes if self._link.description else 1
 
     def _on_delivery(self, delivery: Delivery) -> None:
         now_s = self._clock()
@@ -167,8 +103,7 @@ class Worker:
             _logger.error("a work item could not be read and is removed: %s", error)
             self._work.start(self.leases.refuse(lease, "not a work item"), "refuse")
             return
-        consumer = self._consumers.setdefault(delivery.consumer, _Consumer())
-        consumer.note(item.cost, delivery.pending, now_s)
+        self.pulling.note(delivery, item.cost)
         held = Held(lease, item, now_s, now_s + item.budget_ms / 1000)
         self._count(held, item.cost)
         self._arrived.append(held)
@@ -191,7 +126,7 @@ class Worker:
                 groups[item.model, item.profile, item.config_revision, options.truncate, options.max_tokens].append(held)
             for group in groups.values():
                 self._work.start(self._prepare(group), "prepare")
-            self.refill()
+            self.pulling.refill()
 
     async def _prepare(self, group: list[Held]) -> None:
         """Bring work items of one model and one truncation to the waiting queue, or answer them with why not."""
@@ -255,36 +190,26 @@ class Worker:
             start += count
 
     def _enqueue(self, held: Held) -> None:
-        item = held.item
-        if item.options.truncate == "NONE" and any(tokens.truncated for tokens in held.tokens):
-            runnable = [tokens for tokens in held.tokens if not tokens.truncated]
-            if not runnable:
-                self._settle(held, tuple(map(_too_long, held.tokens)), b"")
-                return
+        if not runnable(held):
+            self._settle(held, merge(held, ()), b"")
+            return
         self._waiting.add(self._job(held, self._clock()))
 
     def _job(self, held: Held, arrived_s: float) -> Job[Held]:
         assert held.hosted is not None
         item = held.item
         key = BatchKey(held.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora)
-        cost = sum(len(tokens.ids) for tokens in _runnable(held))
+        cost = sum(len(tokens.ids) for tokens in runnable(held))
         self._count(held, cost)
         return Job(key, cost, arrived_s, held, bulk=item.priority == "bulk", alone=held.deaths > 0)
 
     # running
 
     def _device(self) -> Device:
-        lanes = self._link.description.lanes if self._link.description else 1
+        lanes = self._lanes
         depth = min(self._settings.rust_pipeline_depth * lanes, self._settings.max_concurrent_batches, self._settings.pool_size)
-        return Device(self._sent, min(lanes, depth), depth if self._link.connected else 0, self._more_expected())
-
-    def _more_expected(self) -> bool:
-        if self._arrived or self._tokenising:
-            return True
-        pulls = self._pulls
-        return pulls is not None and any(
-            consumer.pending > 0 and pulls.outstanding(name) > 0 for name, consumer in self._consumers.items()
-        )
+        more_expected = bool(self._arrived or self._tokenising) or self.pulling.more_expected()
+        return Device(self._sent, min(lanes, depth), depth if self._link.connected else 0, more_expected)
 
     async def _dispatch(self) -> None:
         while True:
@@ -295,7 +220,7 @@ class Worker:
                     self._count(job.work, 0)
                 self._sent += 1
                 self._work.start(self._run(action), "batch")
-                self.refill()
+                self.pulling.refill()
                 continue
             timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, Wait) else None
             with contextlib.suppress(TimeoutError):
@@ -342,7 +267,7 @@ class Worker:
     def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
         ids, epilogues, start = [], [], 0
         for job in batch.jobs:
-            run, options = _runnable(job.work), job.work.item.options
+            run, options = runnable(job.work), job.work.item.options
             ids += [tokens.ids for tokens in run]
             epilogues.append(ipc.EpilogueGroup(start, start + len(run), options.outputs, options.normalize, options.dimensions))
             start += len(run)
@@ -387,7 +312,7 @@ class Worker:
         self._wake.set()
 
     def _on_link(self, connected: bool) -> None:
-        self.refill()
+        self.pulling.refill()
         self._wake.set()
 
     # answering
@@ -397,11 +322,10 @@ class Worker:
             raise RuntimeError(f"the adapter answered {note.items} items with {len(done.outcomes)} outcomes")
         view, start = memoryview(done.block), 0
         for held in jobs:
-            count = len(_runnable(held))
-            outcomes, block = _cut(done.outcomes[start : start + count], view)
+            count = len(runnable(held))
+            outcomes, block = cut(done.outcomes[start : start + count], view)
             start += count
-            merged = _merge(held, list(outcomes)) if held.item.options.truncate == "NONE" else _with_usage(held.tokens, outcomes)
-            self._settle(held, merged, block, done, note)
+            self._settle(held, merge(held, outcomes), block, done, note)
         if jobs and jobs[0].hosted is not None:
             self._metrics.batch_size.labels(jobs[0].hosted.name).observe(note.items)
             self._metrics.tokens.labels(jobs[0].hosted.name).inc(note.tokens)
@@ -417,7 +341,7 @@ class Worker:
     ) -> None:
         item, hosted, now_s = held.item, held.hosted, self._clock()
         self._count(held, 0)
-        stages = _stages(held, now_s, done)
+        stages = stages_of(held, now_s, done)
         loaded = hosted.ready.loaded if hosted and hosted.ready else None
         batch = msgspec.structs.replace(note or BatchNote(), deliveries=held.lease.delivery.delivered)
         fingerprint = loaded.fingerprint if loaded else ""
@@ -457,9 +381,7 @@ class Worker:
 
     async def drain(self, grace_s: float) -> None:
         """Stop pulling, finish what is held, hand back what does not finish in time."""
-        self._pulling = False
-        if self._pulls is not None:
-            await self._pulls.stop()
+        await self.pulling.stop()
         try:
             await asyncio.wait_for(self.leases.empty.wait(), grace_s)
         except TimeoutError:
@@ -469,71 +391,3 @@ class Worker:
             await self.leases.hand_back(lease)
         await self._loops.cancel()
         self._tokenizers.close()
-
-
-def _runnable(held: Held) -> list[Tokens]:
-    if held.item.options.truncate == "NONE":
-        return [tokens for tokens in held.tokens if not tokens.truncated]
-    return held.tokens
-
-
-def _too_long(tokens: Tokens) -> Failed:
-    limit = len(tokens.ids)
-    error = InvalidInput(
-        f"the input has {tokens.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": tokens.full, "limit": limit}
-    )
-    return Failed(error.info())
-
-
-def _with_usage(tokens: list[Tokens], outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    return tuple(
-        msgspec.structs.replace(outcome, tokens=len(each.ids), truncated=each.truncated) if isinstance(outcome, Ok) else outcome
-        for each, outcome in zip(tokens, outcomes, strict=True)
-    )
-
-
-def _merge(held: Held, outcomes: list[Outcome]) -> tuple[Outcome, ...]:
-    """Outcomes of a chunk of which some inputs were too long to run."""
-    ran = iter(_with_usage(_runnable(held), tuple(outcomes)))
-    return tuple(_too_long(tokens) if tokens.truncated else next(ran) for tokens in held.tokens)
-
-
-def _cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """These outcomes with a block of their own: consecutive items have consecutive slices."""
-    slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
-    if not slices:
-        return outcomes, b""
-    low = min(piece.offset for piece in slices)
-    high = max(piece.offset + _size(piece) for piece in slices)
-    moved = tuple(
-        msgspec.structs.replace(
-            outcome, outputs={name: ArraySlice(piece.dtype, piece.shape, piece.offset - low) for name, piece in outcome.outputs.items()}
-        )
-        if isinstance(outcome, Ok)
-        else outcome
-        for outcome in outcomes
-    )
-    return moved, bytes(block[low:high])
-
-
-def _size(piece: ArraySlice) -> int:
-    return int(np.prod(piece.shape, dtype=np.int64)) * np.dtype(piece.dtype).itemsize
-
-
-def _stages(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:
-    """Contiguous marks: received, loaded, tokenised, sealed, started, answered. Of the last the adapter tells what was the forward pass."""
-    loaded_s = held.loaded_s or held.received_s
-    tokenised_s = held.tokenised_s or loaded_s
-    sealed_s = held.sealed_s or tokenised_s
-    inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    # the notice of the start may be read together with the result: what the adapter did is not waiting
-    most_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms
-    return Stages(
-        load_ms=(loaded_s - held.received_s) * 1000,
-        preprocess_ms=(tokenised_s - loaded_s) * 1000,
-        batch_wait_ms=(sealed_s - tokenised_s) * 1000,
-        device_wait_ms=max(0.0, min((held.started_s - sealed_s) * 1000, most_ms)),
-        inference_ms=inference_ms,
-        postprocess_ms=postprocess_ms,
-        worker_ms=(now_s - held.received_s) * 1000,
-    )

@@ -597,7 +597,7 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
 
 
 async def test_an_ack_before_close_arrives(broker: Broker, harness: Harness) -> None:
-    """L24"""
+    """L24: long before any lease ends."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 200)
@@ -608,7 +608,7 @@ async def test_an_ack_before_close_arrives(broker: Broker, harness: Harness) -> 
         await delivery.ack()
     await worker.close()
 
-    assert (await broker.stream_state(STREAM.name)).messages == 0
+    await messages_left(broker, 0)
     with pytest.raises(BrokerUnavailable):
         await worker.publish(subject_of("a"), b"x", "x")
 

@@ -24,6 +24,7 @@ from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import SettingError
 
 READ_TOKEN = "reader"
+READY_S = 40.0  # a group of brokers elects its leader first
 STREAM = "WORK__default"
 
 
@@ -69,7 +70,7 @@ class Processes:
 
     @staticmethod
     async def _ready(url: str, task: asyncio.Task[int] | None = None) -> None:
-        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(10):
+        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(READY_S):
             while True:
                 if task is not None and task.done():
                     task.result()

@@ -34,7 +34,7 @@ LAST = {"standalone": "gateway listening", "adapter": "adapter ready"}
 async def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
     """All lines of a process, from its start through a SIGTERM when it is up."""
     arguments = [argument.format(folder=folder) for argument in PROCESSES[process]]
-    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run").mkdir(parents=True)
     started = await asyncio.create_subprocess_exec(
         SIE, process, *arguments, env={"PATH": os.environ["PATH"], "SIE_TYPO": "1", **environ}, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -57,15 +57,16 @@ async def lines_of(process: str, folder: Path, **environ: str) -> list[str]:
 
 async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> None:
     """SIE_LOG_JSON: on, every line is one object with the documented keys; off, none is."""
-    json = dict(zip(PROCESSES, await asyncio.gather(*(lines_of(name, tmp_path, SIE_LOG_JSON="true") for name in PROCESSES)), strict=True))
-    for lines in json.values():
+    plain, *json = await asyncio.gather(
+        lines_of("standalone", tmp_path / "plain"), *(lines_of(name, tmp_path / name, SIE_LOG_JSON="true") for name in PROCESSES)
+    )
+    for lines in json:
         entries = [msgspec.json.decode(line) for line in lines]
         assert all(set(entry) == KEYS for entry in entries)
         assert entries[0]["message"] == "SIE_TYPO is set, but no such setting exists"
         assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["timestamp"]) for entry in entries)
-    loggers = {msgspec.json.decode(line)["logger"].split(".")[1] for lines in json.values() for line in lines}
+    loggers = {msgspec.json.decode(line)["logger"].split(".")[1] for lines in json for line in lines}
     assert {"config", "gateway", "sidecar", "adapter"} <= loggers
-    plain = await lines_of("standalone", tmp_path)
     assert [line for line in plain if not PLAIN.fullmatch(line)] == []
 
 

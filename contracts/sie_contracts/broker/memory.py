@@ -192,7 +192,8 @@ class _Stream:
         self.last_sequence = 0
         self.counts: dict[str, int] = {}
         self.consumers: dict[str, _Consumer] = {}
-        self._by_subject: dict[str, _Consumer] = {}
+        self._exact: dict[str, _Consumer] = {}
+        self._wide: list[_Consumer] = []
         self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._age_armed = False
 
@@ -242,12 +243,7 @@ class _Stream:
         return True
 
     def consumer_of(self, subject: str) -> _Consumer | None:
-        consumer = self._by_subject.get(subject)
-        if consumer is None:
-            consumer = next((other for other in self.consumers.values() if matches(other.spec.subject, subject)), None)
-            if consumer is not None and len(self._by_subject) < 100_000:
-                self._by_subject[subject] = consumer
-        return consumer
+        return self._exact.get(subject) or next((each for each in self._wide if matches(each.spec.subject, subject)), None)
 
     def add_consumer(self, spec: ConsumerSpec) -> _Consumer:
         if not any(overlap(spec.subject, subject) for subject in self.spec.subjects):
@@ -256,15 +252,22 @@ class _Stream:
             if overlap(spec.subject, other.spec.subject):
                 raise BrokerError(f"{spec.name}: its filter overlaps that of {other.spec.name}")
         consumer = self.consumers[spec.name] = _Consumer(spec, self)
+        if "*" in spec.subject or ">" in spec.subject:
+            self._wide.append(consumer)
+        else:
+            self._exact[spec.subject] = consumer
         subjects = {subject for subject in self.counts if matches(spec.subject, subject)}
         if subjects:
             consumer.waiting.update((number, None) for number, message in self.messages.items() if message.subject in subjects)
         return consumer
 
     def remove_consumer(self, name: str) -> bool:
-        if self.consumers.pop(name, None) is None:
+        consumer = self.consumers.pop(name, None)
+        if consumer is None:
             return False
-        self._by_subject.clear()
+        consumer.credits.clear()
+        if self._exact.pop(consumer.spec.subject, None) is None:
+            self._wide.remove(consumer)
         return True
 
     def arm_age(self) -> None:
@@ -376,7 +379,9 @@ class MemoryServer:
 
     def lose_stream(self, name: str) -> None:
         """The stream is gone with all messages and consumers, as when a broker in memory restarts."""
-        del self.streams[name]
+        stream = self.streams.pop(name)
+        for consumer in list(stream.consumers):
+            stream.remove_consumer(consumer)
         self._by_subject.clear()
         for pulls in self.pulls.get(name, ()):
             pulls.detach_all()

@@ -32,7 +32,7 @@ def test_pooling_equals_numpy(pooling: str, dtype: torch.dtype) -> None:
     np.testing.assert_allclose(got.numpy(), expected(hidden, bounds, pooling), atol=1e-6)
 
 
-def test_mean_of_other_devices_is_the_same_number() -> None:
+def test_the_mean_of_cuda_is_the_same_number() -> None:
     hidden, bounds, _ = packed(torch.float32)
     got = torch.segment_reduce(hidden, "mean", offsets=bounds.long())
     np.testing.assert_allclose(got.numpy(), expected(hidden, bounds, "mean"), atol=1e-6)

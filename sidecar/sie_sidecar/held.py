@@ -1,0 +1,105 @@
+"""A work item in our hands, and how its outcomes are put together. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from sie_contracts import ipc
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
+from sie_sidecar.hosting import Hosted
+from sie_sidecar.lease import Lease
+from sie_sidecar.tokens import Tokens
+
+
+@dataclass
+class Held:
+    """A work item in our hands, with the marks from which its stages are told. `texts` and `tokens` are by position in the chunk."""
+
+    lease: Lease
+    item: WorkItem
+    received_s: float
+    deadline_s: float
+    hosted: Hosted | None = None
+    tokens: list[Tokens] = field(default_factory=list)
+    loaded_s: float = 0.0
+    tokenised_s: float = 0.0
+    sealed_s: float = 0.0
+    started_s: float = 0.0
+    deaths: int = 0
+    counted: int = 0  # its share of the cost that waits for the device
+
+
+def runnable(held: Held) -> list[Tokens]:
+    """The inputs that go to the device: all, unless the client wants none of them cut."""
+    if held.item.options.truncate == "NONE":
+        return [tokens for tokens in held.tokens if not tokens.truncated]
+    return held.tokens
+
+
+def too_long(tokens: Tokens) -> Failed:
+    """The outcome of an input over the limit that must not be cut."""
+    limit = len(tokens.ids)
+    error = InvalidInput(
+        f"the input has {tokens.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": tokens.full, "limit": limit}
+    )
+    return Failed(error.info())
+
+
+def _with_usage(tokens: list[Tokens], outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    return tuple(
+        msgspec.structs.replace(outcome, tokens=len(each.ids), truncated=each.truncated) if isinstance(outcome, Ok) else outcome
+        for each, outcome in zip(tokens, outcomes, strict=True)
+    )
+
+
+def merge(held: Held, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    """One outcome per input, with its usage: of those that ran, and of those that were too long to run."""
+    if held.item.options.truncate != "NONE":
+        return _with_usage(held.tokens, outcomes)
+    ran = iter(_with_usage(runnable(held), outcomes))
+    return tuple(too_long(tokens) if tokens.truncated else next(ran) for tokens in held.tokens)
+
+
+def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
+    """These outcomes with a block of their own: consecutive items have consecutive slices."""
+    slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
+    if not slices:
+        return outcomes, b""
+    low = min(piece.offset for piece in slices)
+    high = max(piece.offset + _size(piece) for piece in slices)
+    moved = tuple(
+        msgspec.structs.replace(
+            outcome, outputs={name: ArraySlice(piece.dtype, piece.shape, piece.offset - low) for name, piece in outcome.outputs.items()}
+        )
+        if isinstance(outcome, Ok)
+        else outcome
+        for outcome in outcomes
+    )
+    return moved, bytes(block[low:high])
+
+
+def _size(piece: ArraySlice) -> int:
+    return int(np.prod(piece.shape, dtype=np.int64)) * np.dtype(piece.dtype).itemsize
+
+
+def stages_of(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:
+    """Contiguous marks: received, loaded, tokenised, sealed, started, answered. Of the last the adapter tells what was the forward pass."""
+    loaded_s = held.loaded_s or held.received_s
+    tokenised_s = held.tokenised_s or loaded_s
+    sealed_s = held.sealed_s or tokenised_s
+    inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
+    # the notice of the start may be read together with the result: what the adapter did is not waiting
+    most_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms
+    return Stages(
+        load_ms=(loaded_s - held.received_s) * 1000,
+        preprocess_ms=(tokenised_s - loaded_s) * 1000,
+        batch_wait_ms=(sealed_s - tokenised_s) * 1000,
+        device_wait_ms=max(0.0, min((held.started_s - sealed_s) * 1000, most_ms)),
+        inference_ms=inference_ms,
+        postprocess_ms=postprocess_ms,
+        worker_ms=(now_s - held.received_s) * 1000,
+    )

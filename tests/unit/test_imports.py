@@ -1,0 +1,144 @@
+"""Which package may know which, what stays out of which process, and what a user of the SDK may rely on."""
+
+from __future__ import annotations
+
+import ast
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sie_sdk
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "sie_contracts": "contracts", "sie_gateway": "gateway", "sie_sidecar": "sidecar", "sie_adapter": "adapter",
+    "sie_config": "config_service", "sie_sdk": "sdk", "sie_cli": "cli",
+}  # fmt: skip
+WITHOUT_TORCH = ("sie_contracts", "sie_gateway", "sie_sidecar", "sie_config", "sie_sdk", "sie_cli")
+HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
+
+# modules of pure functions and plain data: the standard library, msgspec and numpy, and each other
+CORE = {
+    "sie_contracts.messages", "sie_contracts.ipc", "sie_contracts.topology", "sie_contracts.catalogue", "sie_contracts.errors",
+    "sie_contracts.arrays", "sie_contracts.settings", "sie_sidecar.batch", "sie_sidecar.lease", "sie_gateway.chunk", "sie_gateway.body",
+}  # fmt: skip
+CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
+
+IMPORT_BUDGET_S = 0.5  # of `import sie_gateway.process`: 0.4 s on two cores of an AMD EPYC with nothing else running, Python 3.11.7
+MARGIN = 3  # for slower machines
+
+
+def files(package: str) -> Iterator[tuple[str, ast.Module]]:
+    """Every module of a package, by its dotted name."""
+    base = ROOT / FOLDERS[package]
+    for file in sorted((base / package).rglob("*.py")):
+        name = ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(file.read_text("utf-8"))
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """All modules that are imported anywhere below, functions included."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.add(node.module or "")
+    return found
+
+
+def tops(tree: ast.AST) -> set[str]:
+    return {name.partition(".")[0] for name in imported(tree)}
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_a_component_knows_the_contract_and_no_other_component(package: str) -> None:
+    """Arrows point inwards; the command line starts all of them and may know them."""
+    allowed = set(FOLDERS) if package == "sie_cli" else {package, "sie_contracts"}
+    for module, tree in files(package):
+        assert tops(tree) & FOLDERS.keys() <= allowed, module
+
+
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_only_the_adapter_imports_what_is_heavy(package: str) -> None:
+    for module, tree in files(package):
+        assert not tops(tree) & HEAVY, module
+
+
+def test_the_core_is_pure() -> None:
+    """No broker, no HTTP, no torch: nothing but data in and data out."""
+    found = {module: tree for package in FOLDERS for module, tree in files(package) if module in CORE}
+    assert found.keys() == CORE
+    for module, tree in found.items():
+        foreign = {name for name in tops(tree) if name not in sys.stdlib_module_names}
+        assert foreign <= CORE_MAY_USE, module
+        ours = {name for name in imported(tree) if name.startswith("sie_")}
+        # the broker's interface is a contract too: protocols and plain data
+        assert {name for name in ours if name.count(".")} <= CORE | {"sie_contracts.broker"}, module
+
+
+@pytest.mark.parametrize("package", [package for package in FOLDERS if package not in ("sie_contracts", "sie_sdk")])
+def test_a_component_has_no_other_surface_than_its_modules(package: str) -> None:
+    (body,) = (tree.body for module, tree in files(package) if module == package)
+    assert [type(node) for node in body] == [ast.Expr], "a docstring and nothing else"
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("packages", [("sie_gateway",), ("sie_sidecar",), ("sie_config",), ("sie_sdk",)], ids=lambda names: names[0])
+def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...]) -> None:
+    """Every module of the component and of the contract, in a process of its own."""
+    modules = [module for package in (*packages, "sie_contracts") for module, _ in files(package)]
+    code = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sorted({HEAVY!r} & sys.modules.keys()))"
+    assert python(code).split() == []
+
+
+@pytest.mark.parametrize("module", ["sie_gateway", "sie_gateway.process"])
+def test_the_gateway_imports_quickly(module: str) -> None:
+    """The median of three fresh interpreters, in seconds of the processor: what else runs does not count."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        python(f"import {module}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert statistics.median(seconds() for _ in range(3)) < IMPORT_BUDGET_S * MARGIN
+
+
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+UNSAFE_NAMES = {"eval", "exec"}
+UNSAFE_LOADS = {("np", "load"), ("numpy", "load"), ("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_nothing_can_execute_what_was_received(package: str) -> None:
+    """X1, X6: no pickle, no eval, no loader that runs code."""
+    for module, tree in files(package):
+        assert not tops(tree) & UNSAFE_MODULES, module
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in UNSAFE_NAMES, f"{module}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) not in UNSAFE_LOADS, f"{module}:{node.lineno}"
+
+
+def test_the_public_surface_of_the_sdk() -> None:
+    assert sie_sdk.__all__ == [
+        "AuthenticationError", "EncodeResult", "Item", "ModelLoadingError", "ModelNotFoundError", "QueueFullError", "RequestError",
+        "RequestTimeoutError", "ResourceExhaustedError", "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ServerError",
+        "__version__",
+    ]  # fmt: skip
+    public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
+    modules = {"client", "core", "errors", "types"}
+    assert public - modules == set(sie_sdk.__all__)
