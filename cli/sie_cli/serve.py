@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -31,6 +32,8 @@ from sie_contracts.settings import BY_NAME, ROWS, Row, SettingError, Settings, p
 
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
+BROKER_POLL_S = 2.0
+ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 9.5, 3.0, 1.5  # together below 15 s
 
@@ -149,6 +152,7 @@ class _Serve:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, str] = {}
+        self._monitor_url = ""
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -168,11 +172,15 @@ class _Serve:
         try:
             for child in [*broker, *config, *gateways, *sidecars, *adapters]:
                 await supervisor.start(child)
-            watching = asyncio.create_task(self._until_ready(supervisor, adapters), name="readiness")
+            watching = [asyncio.create_task(self._until_ready(supervisor, adapters), name="readiness")]
+            if self._monitor_url and broker:
+                watching.append(asyncio.create_task(self._watch_broker(supervisor, broker[0]), name="broker health"))
             stopping = asyncio.create_task(self._stop.wait(), name="stop")
-            await asyncio.wait([stopping, supervisor.fatal], return_when=asyncio.FIRST_COMPLETED)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            ends: list[asyncio.Future[Any]] = [stopping, supervisor.fatal]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
         finally:
             spares = [child for child in supervisor.children if child.name.endswith(".spare")]
             for group in (gateways, sidecars, [*adapters, *spares], config, broker):
@@ -218,6 +226,7 @@ class _Serve:
             embedded = EmbeddedBroker.configure(plan.data_dir)
             broker = [Child("nats-server", embedded.argv, self._environ, _LAST_GRACE_S)]
             self._environ["SIE_NATS_URL"] = embedded.url
+            self._monitor_url = embedded.monitor_url
             monitor = ["--nats-monitor-url", embedded.monitor_url]
         elif "SIE_NATS_URL" in self._flags:
             self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")  # it may hold a password, which no process list should show
@@ -279,6 +288,23 @@ class _Serve:
         if self._plan.spare:
             for adapter in adapters:
                 await supervisor.start(Child(f"{adapter.name}.spare", adapter.argv, adapter.environ, adapter.grace_s))
+
+    async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
+        """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once there is room."""
+        told = False
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            while True:
+                await asyncio.sleep(BROKER_POLL_S)
+                reason = await _not_ready(client, f"{self._monitor_url}/healthz")
+                if reason is None or "write error" not in reason:
+                    told = False
+                    continue
+                if shutil.disk_usage(self._plan.data_dir).free > ROOM_BYTES:
+                    self._say("serve", "the queue can be written again, its broker is restarted")
+                    supervisor.restart(broker)
+                elif not told:
+                    self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
+                    told = True
 
     def _greet(self) -> None:
         plan = self._plan

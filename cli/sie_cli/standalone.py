@@ -76,7 +76,8 @@ async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: P
     for outcome in ended:
         if isinstance(outcome, BaseException):
             raise outcome
-    return status or max(ended, default=0)
+        status = status or outcome
+    return status
 
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:

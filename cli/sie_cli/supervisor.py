@@ -131,6 +131,11 @@ class Supervisor:
         if child.output:
             await asyncio.wait(child.output, timeout=1.0)
 
+    def restart(self, child: Child) -> None:
+        """Have a child end; its keeper starts it again."""
+        if child.process is not None and child.process.returncode is None:
+            _signal(child.process, signal.SIGTERM)
+
     def kill_all(self) -> None:
         """SIGKILL every child, now."""
         for child in self._children:

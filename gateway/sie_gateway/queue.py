@@ -95,7 +95,7 @@ class WorkQueue:
 
         async def attempt() -> None:
             nonlocal sequence
-            sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
+            sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
 
         await self._with_patience(attempt, deadline_s)
         return sequence
@@ -127,3 +127,8 @@ class WorkQueue:
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failed:
             _logger.warning("%d withdrawn messages could not be removed: %s", len(failed), failed[0])
+
+
+def _bounded(timeout_s: float, deadline_s: float) -> float:
+    """A time-out that does not outlast the request's deadline."""
+    return max(0.05, min(timeout_s, deadline_s - time.perf_counter()))

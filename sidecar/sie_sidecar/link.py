@@ -185,19 +185,23 @@ class AdapterLink:
         await connection.send(question)
         return await connection.receive()
 
-    @contextlib.asynccontextmanager
-    async def _borrowed(self) -> AsyncIterator[_Connection]:
-        if not self.connected:
-            raise AdapterGone(f"{self.path}: not connected")
-        pool = self._idle
+    async def _next(self, pool: asyncio.LifoQueue[_Connection]) -> _Connection:
+        """A connection that comes back, unless the adapter goes away first."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
         await asyncio.wait([getting, lost], return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not getting.done():
             getting.cancel()
-            raise AdapterGone(f"{self.path}: lost")
-        connection = getting.result()
+            raise AdapterGone(f"{self.path}: lost", died=False)
+        return getting.result()
+
+    @contextlib.asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[_Connection]:
+        if not self.connected:
+            raise AdapterGone(f"{self.path}: not connected")
+        pool = self._idle
+        connection = await self._next(pool) if pool.empty() else pool.get_nowait()
         try:
             yield connection
         except AdapterGone:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from sie_contracts.messages import Failed, WorkResult
+
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -25,3 +27,14 @@ class Metrics:
         self.settlements = Counter("sie_settlements", "What became of deliveries", ["outcome"], registry=registry)
         self.adapter_deaths = Counter("sie_adapter_deaths", "Adapters that went away", registry=registry)
         self.config_deltas = Gauge("sie_config_deltas", "Config deltas by result since start", ["result"], registry=registry)
+
+    def answered(self, model: str, operation: str, result: WorkResult) -> None:
+        """Account for a chunk, after its result has left."""
+        failed = any(isinstance(outcome, Failed) for outcome in result.outcomes)
+        self.requests.labels(model, operation, "error" if failed else "success").inc()
+        stages = result.stages
+        for phase, millis in (
+            ("total", stages.worker_ms), ("queue", stages.device_wait_ms), ("tokenize", stages.preprocess_ms),
+            ("batch_wait", stages.batch_wait_ms), ("inference", stages.inference_ms), ("postprocess", stages.postprocess_ms),
+        ):  # fmt: skip
+            self.duration.labels(model, operation, phase).observe(millis / 1000)

@@ -348,18 +348,15 @@ class Worker:
         result = WorkResult(
             item.request, item.chunk, self._id, outcomes, block, item.attempt, item.revision, fingerprint, stages, batch
         )
-        name = hosted.name if hosted else "other"
-        failed = any(isinstance(outcome, Failed) for outcome in outcomes)
-        self._metrics.requests.labels(name, item.operation, "error" if failed else "success").inc()
-        for phase in ("preprocess", "batch_wait", "inference", "postprocess", "worker"):
-            self._metrics.duration.labels(name, item.operation, phase).observe(getattr(stages, f"{phase}_ms") / 1000)
         self._work.start(self._answer(held, result), "answer")
 
     async def _answer(self, held: Held, result: WorkResult) -> None:
+        name = held.hosted.name if held.hosted else "other"
         try:
             await self._settlement.answer(held.lease, held.item, result, held.deadline_s)
         finally:
             self._let_go(held)
+            self._metrics.answered(name, held.item.operation, result)
 
     async def _hand_back(self, held: Held) -> None:
         self._count(held, 0)

@@ -1,0 +1,141 @@
+"""What needs root and Debian packages: another user, a full disk, no network, a load generator that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import oracle
+import pytest
+from cluster import MODEL, SIE, Cluster, free_ports, running, until
+from load import TEXTS
+
+pytestmark = pytest.mark.debian
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_another_user_cannot_reach_the_socket(tmp_path: Path) -> None:
+    """X10: neither through the folder nor, were that open, at the socket itself."""
+    code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    with running(tmp_path / "data", "--standalone", "--no-spare") as cluster:
+        path = cluster.data_dir / "run" / "worker-0.sock"
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert cluster.data_dir.stat().st_mode & 0o777 == 0o700
+        own = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=10, check=False)
+        assert own.returncode == 0
+        python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
+        foreign = subprocess.run(
+            ["setpriv", "--reuid", "65534", "--clear-groups", python, "-c", code, str(path)], capture_output=True, text=True, timeout=10,
+            check=False,
+        )  # fmt: skip
+        assert foreign.returncode != 0
+        assert "Permission" in foreign.stderr or "denied" in foreign.stderr
+
+
+@pytest.mark.timeout(180)
+async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path) -> None:
+    """L15, O18: the stream's bytes are used up; what was accepted is answered, the newest gets QUEUE_FULL, then all is well."""
+    text = " ".join(TEXTS) * 30
+    with running(tmp_path, "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
+        assert cluster.encode(["warm"]).status_code == 200
+        (sidecar,) = cluster.pids("sidecar")
+        cluster.signal(sidecar, signal.SIGSTOP)
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as client:
+
+            async def big(number: int) -> httpx.Response:
+                content = json.dumps({"items": [f"{number} {text}"]})
+                return await client.post(f"{cluster.url}/v1/encode/{MODEL}", content=content, headers={"x-sie-timeout-ms": "40000"})
+
+            count = (12 << 20) // len(text)
+            done, waiting = await asyncio.wait([asyncio.create_task(big(number)) for number in range(count)], timeout=10)
+            refused = [task.result() for task in done]
+            assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {(503, "QUEUE_FULL")}
+            assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+            assert len(waiting) > count // 3
+            cluster.signal(sidecar, signal.SIGCONT)
+            answers = await asyncio.gather(*waiting)
+        assert {answer.status_code for answer in answers} == {200}
+        assert cluster.encode(["after"]).status_code == 200
+
+
+@pytest.mark.timeout(180)
+def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(small_disk: Path) -> None:
+    """P5: the broker cannot write: each request ends inside its deadline with a retryable 503 and the log says what to do."""
+    with running(small_disk / "data", "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
+        assert cluster.encode(["warm"]).status_code == 200
+        ballast = small_disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(65536))
+        until(lambda: cluster.encode(["x " * 20000], **{"x-sie-timeout-ms": "3000"}).status_code == 503, 60, "the disk's being full")
+        started_s = time.monotonic()
+        answer = cluster.encode(["more"], **{"x-sie-timeout-ms": "3000"})
+        assert (answer.status_code, answer.json()["code"], answer.json()["error"]["retryable"]) == (503, "QUEUE_UNAVAILABLE", True)
+        assert time.monotonic() - started_s < 3 + 1
+        until(lambda: cluster.said("free space on the disk"), 10, "the log's advice")
+        ballast.unlink()
+        until(lambda: cluster.encode(["after"], **{"x-sie-timeout-ms": "3000"}).status_code == 200, 60, "serving again")
+
+
+def test_serves_with_no_network_but_loopback(tmp_path: Path) -> None:
+    """X17, P8: in a network namespace without any route, from start to first vector; nothing is looked up or downloaded."""
+    port, worker_port = free_ports(2)
+    serve = [
+        SIE, "serve", "--port", str(port), "--data-dir", str(tmp_path / "data"), "--gateway-metrics-port", "0", "--worker-metrics-port",
+        str(worker_port), "--no-spare", "--exit-with-parent",
+    ]  # fmt: skip
+    script = f"""
+import json, subprocess, sys, time, urllib.request
+serve = subprocess.Popen({serve!r}, stdout=sys.stderr)
+for _ in range(600):
+    try:
+        body = json.dumps({{"items": ["Hello"]}}).encode()
+        print(urllib.request.urlopen("http://127.0.0.1:{port}/v1/encode/{MODEL}", body, timeout=30).read().decode())
+        break
+    except OSError:
+        time.sleep(0.1)
+serve.terminate()
+sys.exit(serve.wait(20))
+"""
+    inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-c", script]
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    values = json.loads(done.stdout)["items"][0]["dense"]["values"]
+    assert float(oracle.cosines(values, oracle.encode(["Hello"])[0])) >= 0.999
+
+
+def test_wrk_sees_no_error(tmp_path: Path) -> None:
+    """A load generator that nobody here wrote: keep-alive, 32 connections, each reply a 200."""
+    script = tmp_path / "post.lua"
+    script.write_text('wrk.method = "POST"\nwrk.body = \'{"items": [{"text": "What is deep learning?"}]}\'\n')
+    with running(tmp_path / "data", "--preload", MODEL, "--no-spare") as cluster:
+        printed = run_wrk(cluster, script)
+    assert "Non-2xx" not in printed
+    assert "Socket errors" not in printed
+    assert int(re.search(r"(\d+) requests in", printed)[1]) > 100  # type: ignore[index]
+
+
+def run_wrk(cluster: Cluster, script: Path) -> str:
+    command = ["wrk", "-t1", "-c32", "-d5s", "--latency", "-s", str(script), f"{cluster.url}/v1/encode/{MODEL}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

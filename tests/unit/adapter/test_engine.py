@@ -1,0 +1,124 @@
+"""Lanes, and what the engine answers when things break."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from unit.adapter.test_batch import FakeEncoder, message
+
+from sie_adapter import engine as engines
+from sie_adapter.engine import Engine
+from sie_adapter.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.lanes import Job, Lanes
+from sie_adapter.packing import Packed
+from sie_adapter.residency import Resident
+from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
+from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
+from sie_contracts.settings import Settings
+
+
+class Broken(FakeEncoder):
+    failure: Exception = ValueError("a bug")
+    stored_pooling = "mean"
+
+    def forward(self, packed: Packed) -> torch.Tensor:
+        raise self.failure
+
+
+@pytest.fixture
+def lost() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def engine(lost: list[str]) -> Any:
+    made = Engine(Settings(device="cpu"), lambda: lost.append("lost"))
+    yield made
+    assert made.stop(5)
+
+
+def reply_of(engine: Engine, encoder: FakeEncoder) -> Reply:
+    entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
+    resolved = Catalogue.resolve_profile(entry, "default", "m")
+    resident = Resident("m", resolved, encoder, 0.0, 0.0)  # type: ignore[arg-type]  # an encoder is all that running needs
+    engine.residency._residents["m"] = resident
+    with torch.inference_mode():
+        reply = engine.execute(message([[1, 2]]))
+    assert resident.running == 0
+    return reply
+
+
+def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: Engine, lost: list[str]) -> None:
+    reply = reply_of(engine, Broken())
+    assert isinstance(reply, Refused)
+    assert reply.error.code == "INTERNAL_ERROR"
+    assert "a bug" not in reply.error.message
+    assert lost == []
+
+
+def test_a_lost_device_ends_the_process(engine: Engine, lost: list[str]) -> None:
+    """O2: nothing is served from a dead context."""
+    encoder = Broken()
+    encoder.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    reply_of(engine, encoder)
+    assert lost == ["lost"]
+    assert engines.DEVICE_LOST_STATUS == 70
+
+
+def test_errors_of_the_device_are_told_apart_by_type() -> None:
+    """O17."""
+    fatal = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_device_fatal(fatal)
+    assert not is_device_fatal(full)
+    assert is_out_of_memory(full)
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("out of memory, says a library"))
+    assert not is_out_of_memory(fatal)
+
+
+def batch(name: str) -> RunBatch:
+    return message([[1]], batch=name)
+
+
+def test_stopping_finishes_what_runs_and_refuses_what_waits() -> None:
+    running, release = threading.Event(), threading.Event()
+
+    def execute(ran: RunBatch) -> Reply:
+        running.set()
+        assert release.wait(5)
+        return BatchDone(ran.batch, (), b"", 1.0)
+
+    lanes = Lanes(1, execute)
+    answers: dict[str, list[Reply]] = {"first": [], "second": []}
+    jobs = [Job(batch(name), answers[name].append) for name in answers]
+    for job in jobs:
+        lanes.submit(job)
+    assert running.wait(5)
+    assert lanes.busy_s() > 0
+    assert not lanes.stop(0.01)
+    release.set()
+    assert lanes.stop(5)
+    assert answers["first"] == [BatchStarted("first"), BatchDone("first", (), b"", 1.0)]
+    refused = answers["second"][0]
+    assert isinstance(refused, Refused)
+    assert refused.error.code == "SHUTTING_DOWN"
+    assert lanes.busy_s() == 0
+    assert all(job.finished.is_set() for job in jobs)
+
+
+def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
+    def answer(reply: Reply) -> None:
+        raise RuntimeError("a bug in the caller")
+
+    lanes = Lanes(1, lambda ran: BatchDone(ran.batch, (), b"", 1.0))
+    answers: list[Reply] = []
+    jobs = [Job(batch("a"), answer), Job(batch("b"), answers.append)]
+    for job in jobs:
+        lanes.submit(job)
+        assert job.finished.wait(5)
+    assert len(answers) == 2
+    assert lanes.stop(5)
