@@ -591,7 +591,9 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
     last = worker.pulls(STREAM.name, rest.put)
     last.want(spec.name, 2000)
     given = given + await rest.fill(2000 - len(given))
-    assert sorted(delivery.sequence for delivery in given) == list(range(1, 2001))
+    seen = sorted(delivery.sequence for delivery in given)
+    print("DUP", [(i, delivery.sequence, delivery.delivered) for i, delivery in enumerate(given) if seen.count(delivery.sequence) > 1], "missing", set(range(1, 2001)) - set(seen), "n", len(rest.items), "waits", [(d.sequence, d.delivered) for d in rest.items[-3:]], {d.delivered for d in given})
+    assert seen == list(range(1, 2001))
     assert {delivery.delivered for delivery in given} == {1}
     await last.stop()
 
