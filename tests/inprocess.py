@@ -209,7 +209,8 @@ class InProcess:
             own["SIE_IPC_SOCKET_PATH"] = adapter.path
         settings = settings_of(mode, **{**own, **environ})
         stop, broker = Stop(), self.server.connect("sidecar")
-        task = asyncio.create_task(serve_sidecar(settings, broker, source or self.source, stop, mode=mode), name="sidecar")
+        serving = serve_sidecar(settings, broker, source or self.source, stop, host="127.0.0.1", mode=mode)
+        task = asyncio.create_task(serving, name="sidecar")
         side_url = f"http://127.0.0.1:{settings.worker_metrics_port}"
         sidecar = SidecarProcess(settings, stop, task, broker, side_url, settings.worker_id or "")
         self._processes.append(sidecar)

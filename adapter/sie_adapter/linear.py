@@ -1,8 +1,8 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
-Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on every call.
-oneDNN with a weight reordered once gave 2.3 times the float32 rate and, on short texts, 1.5 times the bfloat16 rate (AMD EPYC with
-AVX512-BF16, one thread, torch 2.13, bench/engine.py).
+Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on every call. With a
+weight reordered once, 64 rows from 384 to 1,536 took 287 us instead of 677 in float32, and 8 rows 34 us instead of 54 in bfloat16 (AMD EPYC
+with AVX512-BF16, one thread, torch 2.13). `block_linears` measures this again on every load.
 """
 
 from __future__ import annotations

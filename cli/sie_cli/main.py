@@ -64,13 +64,14 @@ def config(host: str, port: int, **values: Any) -> None:
 
 
 @main.command()
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address of the probes and metrics.")
 @settings_options("sidecar")
-def sidecar(**values: Any) -> None:
+def sidecar(host: str, **values: Any) -> None:
     """The worker's scheduler: pulls, tokenises, batches, settles."""
     from sie_sidecar.process import run
 
     settings = loaded(values).settings
-    _run(settings.log_json, lambda stop: run(settings, stop))
+    _run(settings.log_json, lambda stop: run(settings, stop, host=host))
 
 
 @main.command()

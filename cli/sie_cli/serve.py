@@ -218,13 +218,13 @@ class _Serve:
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
             self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
             for number in range(plan.workers if worker_port else 0):
-                self._readiness[f"worker {number}"] = f"http://127.0.0.1:{worker_port + number}/readyz"
+                self._readiness[f"worker {number}"] = f"http://{_reachable(plan.host)}:{worker_port + number}/readyz"
             return [], [], [alone], [], adapters
         broker: list[Child] = []
         monitor: list[str] = []
         if settings.nats_url is None:
             embedded = EmbeddedBroker.configure(plan.data_dir)
-            broker = [Child("nats-server", embedded.argv, self._environ, _LAST_GRACE_S)]
+            broker = [Child("nats-server", embedded.argv, _without_secrets(self._environ), _LAST_GRACE_S)]
             self._environ["SIE_NATS_URL"] = embedded.url
             self._monitor_url = embedded.monitor_url
             monitor = ["--nats-monitor-url", embedded.monitor_url]
@@ -247,8 +247,8 @@ class _Serve:
             port = worker_port + number if worker_port else free_port()
             own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
             name = _numbered("sidecar", number, plan.workers)
-            sidecars.append(self._child(name, "sidecar", [], own, _WORKER_GRACE_S))
-            self._readiness[name] = f"http://127.0.0.1:{port}/readyz"
+            sidecars.append(self._child(name, "sidecar", ["--host", plan.host], own, _WORKER_GRACE_S))
+            self._readiness[name] = f"http://{_reachable(plan.host)}:{port}/readyz"
         return broker, config, gateways, sidecars, adapters
 
     def _worker_id(self, number: int) -> dict[str, str]:
@@ -265,7 +265,8 @@ class _Serve:
         for row in ROWS:
             if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
                 argv += _flag(row, flags[row.name])
-        return Child(name, argv, self._environ, grace_s)
+        foreign = {row.name for row in ROWS if row.secret and set(components).isdisjoint(row.components)}
+        return Child(name, argv, {key: value for key, value in self._environ.items() if key not in foreign}, grace_s)
 
     async def _until_ready(self, supervisor: Supervisor, adapters: list[Child]) -> None:
         """Say what is ready, then start the warm spares: their imports would only slow the start down."""
@@ -317,6 +318,10 @@ class _Serve:
             f"try     curl {url}/v1/encode/{EXAMPLE_MODEL} -d '{{\"items\": [{{\"text\": \"Hello\"}}]}}'",
         ):
             self._say("serve", line)
+
+
+def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key not in BY_NAME or not BY_NAME[key].secret}
 
 
 def _numbered(name: str, number: int, count: int) -> str:

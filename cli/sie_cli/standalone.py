@@ -61,7 +61,7 @@ async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: P
     workers_stop = Stop()
     sidecars = [
         asyncio.create_task(
-            serve_sidecar(worker, server.connect(f"sie-sidecar-{number}"), LocalSource(store), workers_stop, mode="standalone"),
+            serve_sidecar(worker, server.connect(f"sie-sidecar-{number}"), LocalSource(store), workers_stop, host=host, mode="standalone"),
             name=f"sidecar:{number}",
         )
         for number, worker in enumerate(_workers(settings, data_dir, workers))

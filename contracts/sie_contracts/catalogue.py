@@ -470,6 +470,14 @@ def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> tup
     return before, after
 
 
+def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
+    """The fingerprint of answers of one profile: that of the loaded model, and what the profile's run options change."""
+    run = Catalogue.resolve_profile(entry, profile, entry.id).run
+    if run == entry.run:
+        return loaded
+    return hashlib.sha256(loaded.encode() + msgspec.json.encode(run, order="sorted")).hexdigest()[:16]
+
+
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
     """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation, truncation."""
     facts = {

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import QueueUnavailable
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, HttpConfigSource, packaged_catalogue
@@ -50,7 +51,8 @@ async def serve(
     fleet = Fleet(broker, settings)
     queue = WorkQueue(broker, settings, metrics)
     inbox = Inbox(broker, metrics)
-    inference = Inference(settings, feed, fleet, queue, inbox, metrics, {settings.pool})
+    pools = {topology.pool_name("default"), settings.pool}
+    inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools)
     gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url)
     main = HttpServer(create_app(gateway), host, port, setting="--port")
     try:
@@ -66,8 +68,7 @@ async def serve(
         await fleet.start()
         await inbox.start()
         await retry(
-            lambda: _own_stream(queue, settings), errors=(BrokerError,), stop=stop, logger=_logger,
-            what=f"work stream of {settings.pool}",
+            lambda: _own_streams(queue, settings, pools), errors=(BrokerError,), stop=stop, logger=_logger, what="work streams",
         )  # fmt: skip
 
         async def on_reconnect() -> None:
@@ -99,10 +100,11 @@ async def serve(
     return 1 if tasks.failed else 0
 
 
-async def _own_stream(queue: WorkQueue, settings: Settings) -> None:
-    """Make the pool's stream. A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError."""
+async def _own_streams(queue: WorkQueue, settings: Settings, pools: set[str]) -> None:
+    """Make the pools' streams. A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError."""
     try:
-        await queue.ensure_pool(settings.pool)
+        for pool in sorted(pools):
+            await queue.ensure_pool(pool)
     except TopologyMismatch as error:
         raise SettingError(_SETTINGS.get(error.field, "SIE_POOL"), str(error)) from error
     except BrokerError as error:

@@ -110,7 +110,7 @@ class WorkQueue:
                 raise QueueFull(f"the queue is full: {error}") from error
             except TopologyMismatch as error:
                 _logger.error("%s", error)
-                raise QueueUnavailable("the queue is set up differently from what this gateway needs") from error
+                raise QueueUnavailable(f"the queue is set up differently from what this gateway needs: {error}") from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from sie_contracts import ipc
-from sie_contracts.catalogue import Resolved
+from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.messages import ModelStatus
 from sie_sidecar.link import AdapterGone, AdapterLink
@@ -38,10 +38,20 @@ class Hosted:
         self.held = 0
         self.used_s = 0.0
         self.loading: asyncio.Task[None] | None = None
+        self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
     def name(self) -> str:
         return self.resolved.residency
+
+    def fingerprint(self, profile: str) -> str:
+        """Of answers of this profile; empty while nothing is loaded."""
+        if self.ready is None:
+            return ""
+        loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
+        if (loaded, profile) not in self._fingerprints:
+            self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
+        return self._fingerprints[loaded, profile]
 
     def status(self) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
@@ -52,6 +62,7 @@ class Hosted:
 
     def unload(self) -> None:
         """The adapter does not hold it any more."""
+        self._fingerprints.clear()
         if self.state == "loaded":
             self.state = "available"
         self.ready = None

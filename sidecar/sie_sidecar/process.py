@@ -23,6 +23,7 @@ from sie_sidecar.worker import Worker
 
 DRAIN_S = 9.0
 REFILL_S = 1.0
+PING_ANSWER_S = 0.25  # an answer on its way is not silence, also at a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
 
 
@@ -35,7 +36,9 @@ def limits_of(settings: Settings, mode: Mode) -> Limits:
     return Limits(settings.max_batch_cost, requests, wait_ms / 1000, settings.bulk_max_overtakes)
 
 
-async def serve(settings: Settings, broker: Broker, source: ConfigSource | None, stop: Stop, *, mode: Mode = "queue") -> int:
+async def serve(
+    settings: Settings, broker: Broker, source: ConfigSource | None, stop: Stop, *, host: str, mode: Mode = "queue"
+) -> int:
     """Serve the lane until `stop`, then drain. Returns the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
     lane = Lane(settings.pool, settings.profile, settings.bundle)
@@ -46,12 +49,10 @@ async def serve(settings: Settings, broker: Broker, source: ConfigSource | None,
         bundle=settings.bundle,
     )  # fmt: skip
     ping_s = settings.worker_ping_interval_ms / 1000
-    link = AdapterLink(
-        settings.ipc_socket_path, size=settings.pool_size, ping_s=ping_s, stale_s=ping_s * settings.worker_readyz_stale_mult,
-        clock=time.monotonic,
-    )  # fmt: skip
+    stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
+    link = AdapterLink(settings.ipc_socket_path, size=settings.pool_size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
     health = Health(settings, broker, lane, worker_id, link, feed)
-    http = HttpServer(_app(health, metrics), "0.0.0.0", settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT")
+    http = HttpServer(_app(health, metrics), host, settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT")
     await http.start()
     tasks = Tasks(_logger, stop.request)
     try:
@@ -155,7 +156,7 @@ def _app(health: Health, metrics: Metrics) -> App:
     return app
 
 
-async def run(settings: Settings, stop: Stop) -> int:
+async def run(settings: Settings, stop: Stop, *, host: str) -> int:
     """The sidecar against NATS. Raises SettingError."""
     from sie_contracts.broker.nats import connect
 
@@ -169,6 +170,6 @@ async def run(settings: Settings, stop: Stop) -> int:
         return 0
     source = HttpConfigSource(settings.config_service_url, settings.config_read_token) if settings.config_service_url else None
     try:
-        return await serve(settings, broker, source, stop)
+        return await serve(settings, broker, source, stop, host=host)
     finally:
         await broker.close()

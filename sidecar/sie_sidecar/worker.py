@@ -342,9 +342,8 @@ class Worker:
         item, hosted, now_s = held.item, held.hosted, self._clock()
         self._count(held, 0)
         stages = stages_of(held, now_s, done)
-        loaded = hosted.ready.loaded if hosted and hosted.ready else None
         batch = msgspec.structs.replace(note or BatchNote(), deliveries=held.lease.delivery.delivered)
-        fingerprint = loaded.fingerprint if loaded else ""
+        fingerprint = hosted.fingerprint(item.profile) if hosted else ""
         result = WorkResult(
             item.request, item.chunk, self._id, outcomes, block, item.attempt, item.revision, fingerprint, stages, batch
         )
