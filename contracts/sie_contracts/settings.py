@@ -398,8 +398,6 @@ def _cross_check(settings: Settings) -> None:
         raise SettingError("SIE_ADAPTIVE_MIN_QUANTUM_MS", f"{settings.adaptive_min_quantum_ms} is above SIE_ADAPTIVE_MAX_QUANTUM_MS {settings.adaptive_max_quantum_ms}")
     if settings.health_publish_interval_ms >= settings.heartbeat_timeout_ms:
         raise SettingError("SIE_HEALTH_PUBLISH_INTERVAL_MS", f"{settings.health_publish_interval_ms} is not below SIE_HEARTBEAT_TIMEOUT_MS {settings.heartbeat_timeout_ms}")
-    if settings.auth_mode == "static" and not settings.auth_token and not settings.auth_tokens:
-        raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
 def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode) -> list[str]:

@@ -29,6 +29,8 @@ class Gate:
     def __init__(self, settings: Settings) -> None:
         if settings.auth_mode == "token":
             raise SettingError("SIE_AUTH_MODE", "this version has no key store; use static, with SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+        if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
+            raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
         self._guarded = settings.auth_mode != "none"
         self._admin = settings.admin_token
         self._users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]

@@ -237,8 +237,6 @@ def test_derived_defaults_follow_what_they_are_derived_from() -> None:
         ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "16"}, "SIE_ADAPTIVE_MIN_QUANTUM_MS"),
         ({"SIE_HEALTH_PUBLISH_INTERVAL_MS": "15000"}, "SIE_HEALTH_PUBLISH_INTERVAL_MS"),
         ({"SIE_HEARTBEAT_TIMEOUT_MS": "5000"}, "SIE_HEALTH_PUBLISH_INTERVAL_MS"),
-        ({"SIE_AUTH_MODE": "static"}, "SIE_AUTH_MODE"),
-        ({"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": ""}, "SIE_AUTH_MODE"),
     ],
 )
 def test_values_that_contradict_each_other_end_the_start(environ: dict[str, str], name: str) -> None:

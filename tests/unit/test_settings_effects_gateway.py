@@ -302,6 +302,9 @@ def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
     """SIE_AUTH_MODE, X2."""
     assert allowed(Gate(settings_of()), "") is True
     assert allowed(Gate(settings_of(SIE_AUTH_MODE="none", SIE_AUTH_TOKEN="a")), "") is True
+    for tokenless in ({}, {"SIE_AUTH_TOKEN": ""}):
+        with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
+            Gate(settings_of(SIE_AUTH_MODE="static", **tokenless))
     static = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
     assert allowed(static, "") is Unauthenticated
     assert allowed(static, "a") is True
