@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -129,17 +130,21 @@ class _Output:
     def __call__(self, name: str, line: str) -> None:
         if name == "nats-server" and "[INF]" in line:
             return  # its banner would bury what matters
+        # whoever read our output may be gone: that must not keep a child's output from being taken, nor this process from ending
+        with contextlib.suppress(OSError):
+            print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
+
+    def _shown(self, name: str, line: str) -> str:
         if not self._json:
-            print(f"[{name}] {line}", file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
-        elif line.startswith("{"):
-            print(line, file=sys.stderr, flush=True)  # noqa: T201
-        else:
-            stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-            entry = {
-                "timestamp": stamp, "level": "INFO", "logger": name, "message": line, "model": None, "request_id": None,
-                "trace_id": None, "latency_ms": None,
-            }  # fmt: skip
-            print(msgspec.json.encode(entry).decode(), file=sys.stderr, flush=True)  # noqa: T201
+            return f"[{name}] {line}"
+        if line.startswith("{"):
+            return line
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        entry = {
+            "timestamp": stamp, "level": "INFO", "logger": name, "message": line, "model": None, "request_id": None,
+            "trace_id": None, "latency_ms": None,
+        }  # fmt: skip
+        return msgspec.json.encode(entry).decode()
 
 
 class _Serve:

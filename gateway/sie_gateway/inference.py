@@ -45,7 +45,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    status: int
+    """A success."""
+
     body: bytes
     content_type: str
     headers: dict[str, str]
@@ -241,7 +242,7 @@ class Inference:
             **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
             **({"X-SIE-Truncated-Items": str(len(truncated))} if truncated else {}),
         }
-        return Answer(200, data, content_type, headers)
+        return Answer(data, content_type, headers)
 
 
 def _unusable(item: Item, resolved: Resolved) -> Failed | None:

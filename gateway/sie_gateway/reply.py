@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,8 +75,7 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """One output as a view on the result's block."""
     piece = outcome.outputs[name]
-    count = int(np.prod(piece.shape, dtype=np.int64))
-    return np.frombuffer(result.block, dtype=piece.dtype, count=count, offset=piece.offset).reshape(piece.shape)
+    return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(piece.shape)
 
 
 def encode_slots(

@@ -156,8 +156,7 @@ def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device
         count, full = _fill(queue, limits)
         head = queue.jobs[0]
         due_s = head.arrived_s + limits.wait_s
-        device_idle = device.sent < device.lanes
-        if full or now_s >= due_s or (device_idle and not device.more_expected):
+        if full or now_s >= due_s or (device.sent == 0 and not device.more_expected):
             jobs = waiting.take(queue, count)
             if head.bulk:
                 waiting.overtakes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -83,7 +84,7 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 
 
 def _size(piece: ArraySlice) -> int:
-    return int(np.prod(piece.shape, dtype=np.int64)) * np.dtype(piece.dtype).itemsize
+    return math.prod(piece.shape) * np.dtype(piece.dtype).itemsize
 
 
 def stages_of(held: Held, now_s: float, done: ipc.BatchDone | None) -> Stages:

@@ -207,7 +207,7 @@ class Worker:
 
     def _device(self) -> Device:
         lanes = self._lanes
-        depth = min(self._settings.rust_pipeline_depth * lanes, self._settings.max_concurrent_batches, self._settings.pool_size)
+        depth = min(lanes + self._settings.rust_pipeline_depth - 1, self._settings.max_concurrent_batches, self._settings.pool_size)
         more_expected = bool(self._arrived or self._tokenising) or self.pulling.more_expected()
         return Device(self._sent, min(lanes, depth), depth if self._link.connected else 0, more_expected)
 

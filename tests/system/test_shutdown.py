@@ -92,3 +92,17 @@ def test_a_taken_port_ends_the_start_and_names_the_setting(tmp_path: Path) -> No
         second = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
         assert second.returncode == 2
         assert f"--port: cannot listen on 127.0.0.1:{first.port}" in second.stderr
+
+
+def test_serve_outlives_the_reader_of_its_output_and_still_ends_cleanly(tmp_path: Path) -> None:
+    """`sie serve 2>&1 | head`: the pipe breaks, children go on being relayed, SIGTERM still drains."""
+    cluster = Cluster(tmp_path, "--standalone", "--no-spare")
+    process = subprocess.Popen(cluster.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    assert process.stdout is not None
+    while b"ready in" not in process.stdout.readline():
+        assert process.poll() is None
+    process.stdout.close()
+    for _ in range(20):
+        assert cluster.encode(["Hello"]).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 0

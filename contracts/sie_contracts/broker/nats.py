@@ -361,7 +361,7 @@ class NatsBroker:
                 log.error("%s: %d messages dropped, the last on %s: its handler is too slow", self.name, self._dropped, error.subject)
             return
         if self.live:
-            log.error("%s: %r", self.name, error)
+            log.warning("%s: %r", self.name, error)
             return
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, _FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))

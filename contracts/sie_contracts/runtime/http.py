@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import uvicorn
@@ -19,7 +19,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
 _logger = logging.getLogger("sie.http")
 
@@ -41,7 +41,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app, loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, root_path=root_path,
-            timeout_keep_alive=KEEP_ALIVE_S, server_header=False, date_header=False, timeout_graceful_shutdown=5,
+            timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False, server_header=False, date_header=False, timeout_graceful_shutdown=5,
         )  # fmt: skip
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -71,9 +71,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def reply(send: Send, status: int, body: bytes, content_type: bytes = b"text/plain; charset=utf-8") -> None:
+async def reply(
+    send: Send, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8", extra: Mapping[str, str] | None = None
+) -> None:
     """One complete response."""
-    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
+    if extra:
+        headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in extra.items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
