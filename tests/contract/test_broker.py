@@ -639,6 +639,7 @@ async def test_a_failing_handler_of_pulls_costs_only_its_own_message(broker: Bro
 
 async def test_waiting_and_leased_messages_are_deleted_by_sequence(broker: Broker) -> None:
     """L19: a cancelled message is not delivered again, and its holder's late settlement does no harm."""
+    assert not await broker.delete(STREAM.name, 1)
     spec = consumer_of("a", ack_wait_s=0.5)
     await broker.ensure_consumer(spec)
     sequences = await publish(broker, "a", 3)
