@@ -248,7 +248,9 @@ class Catalogue:
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
     """The model's options with those of the profile, and of what it extends, over them."""
     run, load = entry.run, entry.load
-    variant = entry.profiles.get(profile, Profile())
+    variant = entry.profiles.get(profile)
+    if variant is None:
+        return run, load
     for layer in (entry.profiles.get(variant.extends), variant):
         if layer is not None:
             run, load = _overlay(run, layer.run), _overlay_load(load, layer.load)

@@ -6,6 +6,7 @@ construction because tokens are injective. A name is never parsed back: the mode
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _MAX_NAME = 180  # a durable's name is a folder name at the broker: 255 bytes le
 _MAX_LABEL = 48  # of a machine profile or bundle within it, so that the beginning of a name is always whole
 
 
+@functools.lru_cache(4096)
 def token(name: str) -> str:
     """An injective encoding of any non-empty string into letters, digits, `-` and `_xx` (the UTF-8 bytes in hex)."""
     if not name:
