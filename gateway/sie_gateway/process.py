@@ -101,7 +101,7 @@ async def serve(
 
 
 async def _own_streams(queue: WorkQueue, settings: Settings, pools: set[str]) -> None:
-    """Make the pools' streams. A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError."""
+    """Make the pools' streams. One that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError."""
     try:
         for pool in sorted(pools):
             await queue.ensure_pool(pool)
