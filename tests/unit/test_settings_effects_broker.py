@@ -65,7 +65,7 @@ class Processes:
     async def sidecar(self, adapter: FakeAdapter, **environ: str) -> None:
         port = free_port()
         own = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_IPC_SOCKET_PATH": adapter.path, "SIE_CONFIG_READ_TOKEN": READ_TOKEN}
-        self.start(sie_sidecar.process.run(settings_of(**own, **environ), self._stop))
+        self.start(sie_sidecar.process.run(settings_of(**own, **environ), self._stop, host="127.0.0.1"))
         await self._ready(f"http://127.0.0.1:{port}")
 
     @staticmethod
@@ -149,7 +149,7 @@ async def test_a_process_of_the_cluster_without_a_broker_refuses_to_start(proces
     """SIE_NATS_URL."""
     work = {
         "gateway": lambda: sie_gateway.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
-        "sidecar": lambda: sie_sidecar.process.run(settings_of(), Stop()),
+        "sidecar": lambda: sie_sidecar.process.run(settings_of(), Stop(), host="127.0.0.1"),
         "config": lambda: sie_config.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
     }[process]
     with pytest.raises(SettingError, match=r"^SIE_NATS_URL: "):
