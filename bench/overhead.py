@@ -4,6 +4,8 @@
    turn; the difference of each pair.
 2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine profile), against
    the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and their ratio.
+3. Where it goes: the engine alone once more, in batches as large as the cluster formed at 64 x 1, and the processor time of each process
+   for one text. What the engine loses by smaller batches is not overhead of the processes, and the reverse.
 
 Run `make bench`. Writes a table to bench/results/overhead.md.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import numpy as np
+import psutil
 import torch
 import uvloop
 
@@ -81,12 +84,12 @@ class Alone:
         done = self.engine.execute(self.batch([tokens.ids]))
         assert isinstance(done, ipc.BatchDone), done
 
-    def batches(self, texts: list[str]) -> list[ipc.RunBatch]:
-        """Texts in order, in batches within the token budget."""
+    def batches(self, texts: list[str], most: int = 1 << 30) -> list[ipc.RunBatch]:
+        """Texts in order, in batches within the token budget and of at most this many texts."""
         found: list[ipc.RunBatch] = []
         ids: list[np.ndarray] = []
         for tokens in self.tokenizer.encode(texts, "END", 0):
-            if ids and sum(map(len, ids)) + len(tokens.ids) > self.budget:
+            if ids and (len(ids) == most or sum(map(len, ids)) + len(tokens.ids) > self.budget):
                 found.append(self.batch(ids))
                 ids = []
             ids.append(tokens.ids)
@@ -131,11 +134,11 @@ class Cluster:
     """`sie serve` as a user starts it."""
 
     def __init__(self, extra: list[str]) -> None:
-        self.port, self._folder = free_port(), tempfile.TemporaryDirectory()
+        self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
         argv = [
             str(Path(sys.executable).with_name("sie")), "serve", "--port", str(self.port), "--data-dir", self._folder.name + "/data",
-            "--gateway-metrics-port", "0", "--worker-metrics-port", str(free_port()), "--preload", MODEL, "--no-spare", *extra,
+            "--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port), "--preload", MODEL, "--no-spare", *extra,
         ]  # fmt: skip
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT)
         end_s = time.monotonic() + 60
@@ -150,6 +153,24 @@ class Cluster:
         except (httpx.HTTPError, KeyError, ValueError):
             return False
         return any(model["id"] == MODEL and model["loaded"] for model in models)
+
+    def batch_sizes(self) -> tuple[float, float]:
+        """Texts and batches so far."""
+        text = httpx.get(f"http://127.0.0.1:{self._worker_port}/metrics", timeout=5, trust_env=False).text
+        lines = [line.split() for line in text.splitlines() if line.startswith(("sie_batch_size_sum", "sie_batch_size_count"))]
+        found = {name.partition("{")[0]: float(value) for name, value in lines}
+        return found.get("sie_batch_size_sum", 0.0), found.get("sie_batch_size_count", 0.0)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time of each process so far, by role."""
+        found: dict[str, float] = {}
+        root = psutil.Process(self._process.pid)
+        for process in [root, *root.children(recursive=True)]:
+            argv = process.cmdline()
+            role = "nats-server" if argv[0].endswith("nats-server") else argv[2]
+            times = process.cpu_times()
+            found[role] = found.get(role, 0.0) + times.user + times.system
+        return found
 
     def requests(self, texts: list[str], each: int) -> list[bytes]:
         parts = [texts[start : start + each] for start in range(0, len(texts) - each + 1, each)]
@@ -242,6 +263,25 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
             f"| {kind} | {statistics.median(engine):.0f} | {statistics.median(single):.0f} | {ratio_one:.2f} "
             f"| {statistics.median(bulk):.0f} | {ratio_many:.2f} | {goal_one:.2f}, {goal_many:.2f} |"
         )
+    say("\nWhere it goes at 64 x 1:\n")
+    say("| texts | texts a batch | engine alone, such batches | cluster | ratio | ms of CPU for a text |\n|---|---|---|---|---|---|")
+    for kind in TARGETS:
+        say(profile(alone, cluster, kind, arguments))
+
+
+def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Namespace) -> str:
+    """One row: the engine in batches as the cluster forms them, the cluster, and what each process takes for a text."""
+    texts = texts_of(kind, 1024 if kind == "mix" else 8192)
+    ones = cluster.requests(texts, 1)
+    (texts_before, batches_before), cpu_before = cluster.batch_sizes(), cluster.cpu_s()
+    rates = [_cluster_rate(cluster, ones, 64, arguments.seconds, 1) for _ in range(arguments.rounds)]
+    (texts_after, batches_after), cpu_after = cluster.batch_sizes(), cluster.cpu_s()
+    done = texts_after - texts_before
+    size = max(1, round(done / (batches_after - batches_before)))
+    engine = statistics.median(alone.rate(alone.batches(texts, size), arguments.seconds) for _ in range(arguments.rounds))
+    rate = statistics.median(rates)
+    cpu = ", ".join(f"{role} {1000 * (cpu_after[role] - cpu_before[role]) / done:.2f}" for role in cpu_after if role != "config")
+    return f"| {kind} | {size} | {engine:.0f} | {rate:.0f} | {rate / engine:.2f} | {cpu} |"
 
 
 def _cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, each: int) -> float:
