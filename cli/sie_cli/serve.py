@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -130,9 +129,14 @@ class _Output:
     def __call__(self, name: str, line: str) -> None:
         if name == "nats-server" and "[INF]" in line:
             return  # its banner would bury what matters
-        # whoever read our output may be gone: that must not keep a child's output from being taken, nor this process from ending
-        with contextlib.suppress(OSError):
+        try:
             print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
+        except OSError:
+            # whoever read our output is gone: children's output must still be taken, and this process still end with its own status,
+            # which the interpreter's last flush would otherwise replace
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stderr.fileno())
+            os.close(nowhere)
 
     def _shown(self, name: str, line: str) -> str:
         if not self._json:

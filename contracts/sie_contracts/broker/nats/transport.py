@@ -1,0 +1,63 @@
+"""The way to a server: its address, when it is tried again, and TCP that a silent peer cannot hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from nats.aio.transport import TcpTransport
+
+log = logging.getLogger("sie.broker")
+
+HANG_UP_S = 1.0
+FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0
+
+
+class Transport(TcpTransport):  # type: ignore[misc]
+    """TCP that does not wait for a silent peer when it is closed: unsent bytes would hold the reconnect for minutes."""
+
+    def __bool__(self) -> bool:
+        # The client would replace a transport that is not connected yet by its own (nats-py 2.16).
+        return True
+
+    async def connect(self, *arguments: Any, **options: Any) -> None:
+        self.abort()  # an attempt that failed half way is not closed by the client (nats-py 2.16)
+        await super().connect(*arguments, **options)
+
+    def abort(self) -> None:
+        if self._io_writer is not None:
+            self._io_writer.transport.abort()
+
+    async def wait_closed(self) -> None:
+        if self._io_writer is None:
+            return
+        # In a task of its own: a cancelled wait would cancel it for everybody else (Python 3.11).
+        closed = asyncio.get_running_loop().create_task(super().wait_closed())
+        await asyncio.wait({closed}, timeout=HANG_UP_S)
+        self.abort()
+        await asyncio.wait({closed}, timeout=HANG_UP_S)
+        if closed.done() and not closed.cancelled() and closed.exception() is not None:
+            log.debug("a connection ended with %r", closed.exception())
+
+
+def split(url: str) -> tuple[list[str], dict[str, str]]:
+    """Server addresses without credentials, and the credentials for all of them (discovered servers are announced without)."""
+    servers: list[str] = []
+    credentials: dict[str, str] = {}
+    for part in url.split(","):
+        parsed = urlsplit(part.strip() if "://" in part else f"nats://{part.strip()}")
+        try:
+            port = parsed.port or 4222
+        except ValueError:
+            raise ValueError("a broker URL has a port that is not a number") from None
+        host = parsed.hostname
+        if not host or parsed.scheme not in ("nats", "tls"):
+            raise ValueError("a broker URL is nats://host:port or tls://host:port")
+        servers.append(f"{parsed.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+        if parsed.username and parsed.password is not None:
+            credentials = {"user": unquote(parsed.username), "password": unquote(parsed.password)}
+        elif parsed.username:
+            credentials = {"token": unquote(parsed.username)}
+    return servers, credentials
