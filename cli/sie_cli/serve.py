@@ -88,6 +88,10 @@ def serve(
         os.environ,
     )  # fmt: skip
     try:
+        if standalone and gateways > 1:
+            raise SettingError("--gateways", "--standalone is one process with one gateway")
+        if port + gateways - 1 > 65535:
+            raise SettingError("--port", f"{gateways} gateways from {port} on pass the last port, 65535")
         with DataDir(plan.data_dir):
             sys.exit(asyncio.run(_Serve(plan).run()))
     except SettingError as error:
@@ -95,7 +99,7 @@ def serve(
 
 
 class DataDir:
-    """The data directory, private to its user and held by one `sie serve` at a time."""
+    """The data directory, held by one `sie serve` at a time. Its `run`, where the sockets are, is private to its user."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,8 +107,11 @@ class DataDir:
 
     def __enter__(self) -> DataDir:
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            self._path.chmod(0o700)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.mkdir(mode=0o700, exist_ok=True)  # one that was there keeps its mode: it may be anything
+            run = self._path / "run"
+            run.mkdir(mode=0o700, exist_ok=True)
+            run.chmod(0o700)
             self._lock = (self._path / "lock").open("w")
         except OSError as error:
             raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
@@ -213,7 +220,6 @@ class _Serve:
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first four."""
         plan, settings = self._plan, self._plan.settings
-        (plan.data_dir / "run").mkdir(mode=0o700, exist_ok=True)
         sockets = [str(plan.data_dir / "run" / f"worker-{number}.sock") for number in range(plan.workers)]
         for path in sockets:
             BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
@@ -223,10 +229,12 @@ class _Serve:
         ]
         worker_port = settings.worker_metrics_port
         if plan.standalone:
+            worker_port = worker_port or free_port()
+            self._flags["SIE_WORKER_METRICS_PORT"] = str(worker_port)
             extra = ["--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers)]
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
             self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
-            for number in range(plan.workers if worker_port else 0):
+            for number in range(plan.workers):
                 self._readiness[f"worker {number}"] = f"http://{_reachable(plan.host)}:{worker_port + number}/readyz"
             return [], [], [alone], [], adapters
         broker: list[Child] = []

@@ -106,9 +106,14 @@ class Supervisor:
             self._say(child.name, f"{how}; starting again in {pause_s:g} s")
             await asyncio.sleep(pause_s)  # the back-off between restarts
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if not child.ending:
+            while not child.ending:
                 child.restarts += 1
-                await self._spawn(child)
+                try:
+                    await self._spawn(child)
+                    break
+                except OSError as error:  # no process or no memory to be had now
+                    self._say(child.name, f"cannot be started: {error}")
+                    await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def stop(self, children: Sequence[Child]) -> None:
         """SIGTERM, wait for at most each child's grace, SIGKILL. All at once; returns when they are gone."""

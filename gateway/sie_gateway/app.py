@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -224,7 +225,7 @@ def error_response(error: Exception, call: Call) -> Response:
 
 
 class Edge:
-    """Pure ASGI, so that a disconnect stays visible. Gives every call its id, lets it in or not, and counts it.
+    """Pure ASGI. Gives every call its id, lets it in or not, and counts it.
 
     Inference is answered here: FastAPI's layers around a route took half of the gateway's time for it. FastAPI answers all the rest.
     """
@@ -275,7 +276,9 @@ class Edge:
             raise HTTPException(405, headers={"Allow": "POST"})
         inference = self._gateway.inference
         resolved = inference.resolve(model)
-        answer = await inference.encode(call, resolved, await read_body(call.headers, receive))
+        if call.headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidInput("Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding")
+        answer = await inference.encode(call, resolved, functools.partial(read_body, call.headers, receive))
         await reply(send, 200, answer.body, answer.content_type, answer.headers)
 
     def _admit(self, method: str, path: str, headers: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Who may do what: a scope for each route and method, tokens that grant scopes. Anything not listed needs the admin scope."""
+"""Who may do what: a scope for each route and method, and tokens that grant scopes. What no route serves needs `read`, to be told so."""
 
 from __future__ import annotations
 

@@ -93,8 +93,23 @@ def _item(value: Any, path: str) -> Item:
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
     text = _optional_text(value, "text", path)
+    metadata = value.get("metadata")
+    if metadata is not None and not _is_portable(metadata):
+        where = f"{path}.metadata"
+        raise InvalidInput(f"{where}: a number over 64 bits, or a key that is no string, cannot be echoed", reason="schema", param=where)
     used = tuple(modality for key, modality in _MODALITIES.items() if value.get(key) not in (None, [], {}))
-    return Item(text, _optional_text(value, "id", path), value.get("metadata"), used)
+    return Item(text, _optional_text(value, "id", path), metadata, used)
+
+
+def _is_portable(value: Any) -> bool:
+    """Whether a value comes back the same in JSON and msgpack. Its nesting is bounded by then."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_portable, value))
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 64
+    return value is None or isinstance(value, str | float | bytes)
 
 
 def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None:

@@ -8,8 +8,9 @@ Everything before `publish` refuses at once, in the order of the contract, so no
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from sie_contracts import topology
 from sie_contracts.catalogue import RequestOptions, Resolved, describe, run_options
-from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, QueueFull, SIEError
+from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.messages import Failed, Input, Priority, WorkItem, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
@@ -31,6 +32,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.queue import WorkQueue
 
 ITEM_RESULT_OVERHEAD_BYTES = 64
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass
@@ -86,27 +88,33 @@ class Inference:
             raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
         return self._feed.catalogue.resolve(spec.removesuffix("/"))
 
-    async def encode(self, call: Call, resolved: Resolved, raw: bytes) -> Answer:
-        """`POST /v1/encode/{model}`. `resolved` comes first: an unknown model is refused before the body is looked at."""
-        headers = call.headers
-        is_msgpack = "msgpack" in headers.get("content-type", "")
-        body = bodies.decode(raw, msgpack=is_msgpack)
-        items = bodies.items(body, limit=self._settings.max_items_per_request)
-        resolved, options = run_options(resolved, body, strict=headers.get("x-sie-strict", "").lower() == "true")
-        budget_s = self._budget_s(headers)
-        lane = self._lane(headers, resolved)
-        call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        priority = self._priority(headers)
+    async def encode(self, call: Call, resolved: Resolved, read: Callable[[], Awaitable[bytes]]) -> Answer:
+        """`POST /v1/encode/{model}`. `resolved` comes first: an unknown model is refused before the body is read.
+
+        The request counts as in progress from here on, and its budget runs, so that slow uploads are bounded like everything else.
+        """
+        budget_s = self._budget_s(call.headers)
         if self.in_progress >= self._settings.max_concurrent_requests:
-            self._metrics.rejected.labels(lane.machine_profile, lane.bundle, "concurrency").inc()
+            self._metrics.rejected.labels("", resolved.entry.bundle, "concurrency").inc()
             raise QueueFull(
                 f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress}
             )
         self._enter(1)
         try:
-            done = await self._run(call, resolved, options, items, lane, priority, budget_s)
+            return await self._encode(call, resolved, await _within(read, budget_s), budget_s)
         finally:
             self._enter(-1)
+
+    async def _encode(self, call: Call, resolved: Resolved, raw: bytes, budget_s: float) -> Answer:
+        headers = call.headers
+        is_msgpack = "msgpack" in headers.get("content-type", "")
+        body = bodies.decode(raw, msgpack=is_msgpack)
+        items = bodies.items(body, limit=self._settings.max_items_per_request)
+        resolved, options = run_options(resolved, body, strict=headers.get("x-sie-strict", "").lower() == "true")
+        lane = self._lane(headers, resolved)
+        call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
+        priority = self._priority(headers)
+        done = await self._run(call, resolved, options, items, lane, priority, budget_s)
         return self._encode_answer(call, resolved, options, items, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
 
     def _enter(self, change: int) -> None:
@@ -121,7 +129,7 @@ class Inference:
         raw = headers.get("x-sie-timeout-ms")
         if raw is None:
             return self._settings.gateway_request_timeout
-        if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw[:9]) <= 600_000:
+        if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= 600_000:
             raise InvalidInput("X-SIE-Timeout-Ms: expected a whole number from 1 to 600000", reason="schema", param="X-SIE-Timeout-Ms")
         return min(int(raw) / 1000, self._settings.gateway_request_timeout)
 
@@ -164,9 +172,13 @@ class Inference:
         collected = _Collected(len(items), refused)
         if not runnable:
             return collected
-        sizes = bodies.sizes([text for _, text in runnable], limit=self._queue.payload_bytes)
+        payload_bytes = self._queue.payload_bytes - len((options.run.prefix + options.run.suffix).encode())
+        if payload_bytes < self._queue.payload_bytes // 2:
+            limit = self._queue.payload_bytes // 2
+            raise PayloadTooLarge(f"instruction: at most {limit} bytes are allowed", param="instruction", extras={"limit": limit})
+        sizes = bodies.sizes([text for _, text in runnable], limit=payload_bytes)
         width = sum(resolved.entry.outputs[name] for name in options.run.outputs)
-        limits = chunk.Limits(self._settings.chunk_cost, self._queue.payload_bytes, self._queue.payload_bytes)
+        limits = chunk.Limits(self._settings.chunk_cost, payload_bytes, self._queue.payload_bytes)
         chunks = chunk.split(
             sizes, max_tokens=resolved.entry.max_tokens, item_result_bytes=4 * width + ITEM_RESULT_OVERHEAD_BYTES, limits=limits
         )
@@ -176,7 +188,7 @@ class Inference:
                 request=call.id, chunk=number, model=resolved.entry.id, revision=resolved.entry.revision, operation="encode",
                 inputs=tuple(Input(text) for _, text in runnable[piece.start : piece.stop]), options=options.run,
                 reply=self._inbox.subject, budget_ms=int(budget_s * 1000), first=piece.start, profile=resolved.profile,
-                config_revision=revision, priority=priority, cost=piece.cost, traceparent=call.headers.get("traceparent", ""),
+                config_revision=revision, priority=priority, cost=piece.cost, traceparent=_traceparent(call.headers),
             )
             for number, piece in enumerate(chunks)
         ]  # fmt: skip
@@ -243,6 +255,20 @@ class Inference:
             **({"X-SIE-Truncated-Items": str(len(truncated))} if truncated else {}),
         }
         return Answer(data, content_type, headers)
+
+
+async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:
+    try:
+        async with asyncio.timeout(budget_s):
+            return await read()
+    except TimeoutError as error:
+        raise GatewayTimeout(f"the body was not complete within the budget of {budget_s:g} s", param="body") from error
+
+
+def _traceparent(headers: Mapping[str, str]) -> str:
+    """The W3C trace context of the caller; what is not one is dropped, as the specification asks."""
+    given = headers.get("traceparent", "")
+    return given if len(given) <= 64 and _TRACEPARENT.fullmatch(given) else ""
 
 
 def _unusable(item: Item, resolved: Resolved) -> Failed | None:

@@ -49,8 +49,13 @@ async def serve(
         broker, source, trusted=settings.nats_config_trusted_producers, poll_s=EPOCH_POLL_S, full_export_s=FULL_EXPORT_S, initial=initial
     )
     fleet = Fleet(broker, settings)
-    queue = WorkQueue(broker, settings, metrics)
     inbox = Inbox(broker, metrics)
+
+    def on_lost() -> None:
+        _logger.error("a work stream was lost with the broker; %d open requests fail", len(inbox))
+        inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
+
+    queue = WorkQueue(broker, settings, metrics, on_lost)
     pools = {topology.pool_name("default"), settings.pool}
     inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools)
     gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url)
@@ -72,14 +77,7 @@ async def serve(
         )  # fmt: skip
 
         async def on_reconnect() -> None:
-            try:
-                lost = await queue.reverify()
-            except BrokerError as error:
-                _logger.warning("after the reconnect: %s", error)
-                return
-            if lost:
-                _logger.error("the work stream was lost with the broker; %d open requests fail", len(inbox))
-                inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
+            await retry(queue.reverify, errors=(BrokerError,), stop=stop, logger=_logger, what="verifying the queue after a reconnect")
 
         broker.on_reconnect(on_reconnect)
         gateway.started = True

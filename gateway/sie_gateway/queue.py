@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,10 +27,12 @@ _logger = logging.getLogger("sie.gateway.queue")
 class WorkQueue:
     """The gateway owns the topology: it creates streams and consumers; everybody else verifies. Raises SettingError."""
 
-    def __init__(self, broker: Broker, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, broker: Broker, settings: Settings, metrics: Metrics, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called when a stream turns out to have been lost with the work in it."""
         self._broker = broker
         self._settings = settings
         self._metrics = metrics
+        self._on_lost = on_lost
         self._created: dict[str, str] = {}  # stream name -> when the broker created it
         self._ensured: dict[str, asyncio.Task[None]] = {}
         self.payload_bytes = broker.max_payload - HEADROOM_BYTES
@@ -46,19 +50,22 @@ class WorkQueue:
             max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S,
         )  # fmt: skip
 
-    async def ensure_pool(self, pool: str) -> bool:
-        """Create or verify the pool's stream. True if it is another one than this gateway knew: what was in it is lost."""
+    async def ensure_pool(self, pool: str) -> None:
+        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and told so."""
         spec = self._spec(pool)
         state = await self._broker.ensure_stream(spec, owner=True)
         before = self._created.get(spec.name)
         self._created[spec.name] = state.created
-        return before is not None and before != state.created
+        if before is not None and before != state.created:
+            self._ensured.clear()
+            self._on_lost()
 
     async def reverify(self) -> bool:
-        """After a reconnect: make sure of every stream and forget which consumers exist. True if work was lost with a stream."""
+        """After a reconnect: forget which consumers exist and make sure of every stream. Raises BrokerError."""
         self._ensured.clear()
-        lost = [await self.ensure_pool(name.removeprefix("WORK_")) for name in list(self._created)]
-        return any(lost)
+        for name in list(self._created):
+            await self.ensure_pool(name.removeprefix("WORK_"))
+        return True
 
     async def _ensure_consumer(self, lane: Lane, priority: str, model: str) -> None:
         spec = topology.work_consumer(lane, priority, model, float(self._settings.ack_wait_s))
@@ -75,7 +82,8 @@ class WorkQueue:
         first = items[0]
         started_s = time.perf_counter()
         tasks = [asyncio.ensure_future(self._publish_one(lane, item, deadline_s)) for item in items]
-        consumer = asyncio.ensure_future(self._with_patience(lambda: self._ensure_consumer(lane, first.priority, first.model), deadline_s))
+        ensure = functools.partial(self._ensure_consumer, lane, first.priority, first.model)
+        consumer = asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))
         try:
             sequences = await asyncio.gather(*tasks)
             await consumer
@@ -97,11 +105,14 @@ class WorkQueue:
             nonlocal sequence
             sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
 
-        await self._with_patience(attempt, deadline_s)
+        await self._with_patience(attempt, lane.pool, deadline_s)
         return sequence
 
-    async def _with_patience(self, attempt: Callable[[], Awaitable[None]], deadline_s: float) -> None:
-        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S and the request's budget."""
+    async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
+        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S and the request's budget.
+
+        A broker that is there and does not answer may have lost the stream, so that is made sure of between attempts.
+        """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         while True:
             try:
@@ -115,6 +126,9 @@ class WorkQueue:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error
                 await asyncio.sleep(0.1)  # a pause between attempts; the broker's client reconnects on its own
+                if self._broker.connected:
+                    with contextlib.suppress(BrokerError):  # then the next attempt fails in its own words
+                        await self.ensure_pool(pool)
             except BrokerError as error:
                 raise QueueUnavailable(f"the broker refused: {error}") from error
             else:

@@ -20,8 +20,15 @@ T = TypeVar("T")
 TIMEOUT_S = 150.0  # above the server's own deadline, so that its answer wins
 
 
-def _received(response: httpx.Response) -> Received:
-    return Received(response.status_code, {name.lower(): value for name, value in response.headers.items()}, response.content)
+def _received(response: httpx.Response, started_s: float) -> Received:
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Received(response.status_code, headers, response.content, time.monotonic() - started_s)
+
+
+def _failed(error: Exception, started_s: float) -> TransportFailed:
+    """A URL or header that cannot be sent at all will not get better by waiting."""
+    permanent = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL | UnicodeError)
+    return TransportFailed(error, time.monotonic() - started_s, permanent)
 
 
 def _listed(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
@@ -103,11 +110,12 @@ class SIEClient(_Base):
                 reply = self._send(step)
 
     def _send(self, request: Send) -> Received | TransportFailed:
+        started_s, url = time.monotonic(), self._url + request.path
         try:
-            url = self._url + request.path
-            return _received(self._http.request(request.method, url, headers=dict(request.headers), content=request.body or None))
-        except httpx.HTTPError as error:
-            return TransportFailed(error)
+            answer = self._http.request(request.method, url, headers=dict(request.headers), content=request.body or None)
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            return _failed(error, started_s)
+        return _received(answer, started_s)
 
 
 class SIEAsyncClient(_Base):
@@ -161,8 +169,9 @@ class SIEAsyncClient(_Base):
                 reply = await self._send(step)
 
     async def _send(self, request: Send) -> Received | TransportFailed:
+        started_s, url = time.monotonic(), self._url + request.path
         try:
-            url = self._url + request.path
-            return _received(await self._http.request(request.method, url, headers=dict(request.headers), content=request.body or None))
-        except httpx.HTTPError as error:
-            return TransportFailed(error)
+            answer = await self._http.request(request.method, url, headers=dict(request.headers), content=request.body or None)
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            return _failed(error, started_s)
+        return _received(answer, started_s)

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from sie_contracts import __version__, arrays
-from sie_sdk.errors import ServerError, SIEConnectionError, SIEError, error_class
+from sie_sdk.errors import RequestError, ServerError, SIEConnectionError, SIEError, error_class
 from sie_sdk.types import EncodeResult, Item
 
 MAX_ITEMS = 2048
@@ -49,16 +49,21 @@ class Pause:
 
 @dataclass(frozen=True)
 class Received:
+    """A response, and how long it took."""
+
     status: int
     headers: Mapping[str, str]
     body: bytes
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """No response. The request may have run: inference has no side effects, so it is sent again."""
+    """No response. The request may have run: inference has no side effects, so it is sent again, unless it can never be sent."""
 
     cause: Exception
+    elapsed_s: float = 0.0
+    is_permanent: bool = False
 
 
 Plan = Generator[Send | Pause, Received | TransportFailed | None, T]
@@ -92,12 +97,13 @@ def call(request: Send, policy: Policy) -> Plan[Received]:
         if isinstance(answer, TransportFailed):
             failure: SIEError = SIEConnectionError(f"{type(answer.cause).__name__}: {answer.cause}")
             failure.__cause__ = answer.cause
-            pause_s, budget_s, may_retry = CONNECTION_PAUSE_S, policy.connection_budget_s, True
+            pause_s, budget_s, may_retry = CONNECTION_PAUSE_S, policy.connection_budget_s, not answer.is_permanent
         else:
             assert answer is not None
             failure = failure_of(answer)
             pause_s = _retry_after_s(answer)
             budget_s, may_retry = policy.capacity_budget_s, answer.headers.get("x-should-retry", "") == "true"
+        waited_s += answer.elapsed_s
         pause_s *= random.uniform(0.75, 1.25)  # noqa: S311  spreads clients, guards nothing
         if not (may_retry and policy.wait_for_capacity) or waited_s + pause_s > budget_s:
             raise failure
@@ -144,7 +150,10 @@ def encode(
     headers = _headers(api_key, timeout_s)
     results: list[EncodeResult] = []
     for start in range(0, len(items), MAX_ITEMS):
-        body = msgspec.msgpack.encode({"items": list(items[start : start + MAX_ITEMS]), "params": dict(params)})
+        try:
+            body = msgspec.msgpack.encode({"items": list(items[start : start + MAX_ITEMS]), "params": dict(params)})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(f"items {start} to {start + MAX_ITEMS}: {error}") from error
         answer = yield from call(Send("POST", path, headers, body), policy)
         results += _encode_results(answer)
     return results

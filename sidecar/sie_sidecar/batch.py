@@ -95,9 +95,10 @@ class Waiting(Generic[T]):
         queue.cost += job.cost
 
     def put_back(self, job: Job[T]) -> None:
-        """Return a job that was sent and did not run, ahead of what waits."""
+        """Return a job that was sent and did not run to its place in the order of arrival."""
         queue = self._queues[job.bulk].setdefault(job.key, _Queue())
-        queue.jobs.appendleft(job)
+        place = next((index for index, other in enumerate(queue.jobs) if other.arrived_s > job.arrived_s), len(queue.jobs))
+        queue.jobs.insert(place, job)
         queue.cost += job.cost
 
     def __len__(self) -> int:

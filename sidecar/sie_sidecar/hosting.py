@@ -105,7 +105,8 @@ class Hosting:
             if hosted.state == "failed" and hosted.error is not None:
                 permanent = bool(hosted.error.extras.get("permanent"))
                 if permanent or self._clock() - hosted.failed_s < COOL_DOWN_S:
-                    raise hosted.error
+                    # a new exception each time: a kept one would collect the frames of everybody who ever met it
+                    raise SIEError.from_info(hosted.error.info())
             if hosted.loading is None:
                 hosted.loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
             await asyncio.shield(hosted.loading)
@@ -127,9 +128,12 @@ class Hosting:
             hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
             hosted.state, hosted.failed_s = "failed", self._clock()
             _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
-            raise hosted.error from error
+            raise SIEError.from_info(hosted.error.info()) from error
         else:
-            self._loaded(hosted, ready)
+            if hosted.resolved.entry == resolved.entry:
+                self._loaded(hosted, ready)
+            else:
+                hosted.state = "available"  # the entry changed meanwhile: what was loaded is another model
         finally:
             hosted.loading = None
             self._on_change()

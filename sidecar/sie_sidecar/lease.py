@@ -46,8 +46,9 @@ class Leases:
     def adopt(self, delivery: Delivery) -> Lease | None:
         """The lease of work that we still have in hand and that is delivered to us once more, renewed; None for work that is new here."""
         lease = self._held.get(delivery.sequence)
-        if lease is not None:
-            lease.delivery, lease.renewed_s = delivery, self._clock()
+        if lease is None or lease.delivery.data != delivery.data:  # sequences begin anew in a stream that was lost and made again
+            return None
+        lease.delivery, lease.renewed_s = delivery, self._clock()
         return lease
 
     def all(self) -> list[Lease]:

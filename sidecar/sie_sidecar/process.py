@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError
@@ -70,7 +73,7 @@ async def serve(
             if not stop.requested:
                 await worker.start()
                 health.worker = worker
-                await _preload(settings, feed, link, worker, health, stop)
+                await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
                 tasks.start(_upkeep(settings, worker, stop), "upkeep")
                 _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
                 await stop.wait()
@@ -116,6 +119,18 @@ async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, w
                 await stop.wait_for(5.0)
     health.preloading = ""
     health.changed()
+
+
+async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, or cancel it when the process is to end. Raises what it raises."""
+    doing, ending = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    if not doing.done():
+        doing.cancel()
+        await asyncio.gather(doing, return_exceptions=True)
+        return
+    doing.result()
 
 
 def _known(catalogue: Catalogue, name: str) -> Resolved:

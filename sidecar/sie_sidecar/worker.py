@@ -305,10 +305,12 @@ class Worker:
         assert held.hosted is not None
         try:
             await self._ensure_ready(held.hosted)
+            self._waiting.put_back(self._job(held, held.received_s))
         except SIEError as error:
             self._answer_all([held], error)
-            return
-        self._waiting.put_back(self._job(held, held.received_s))
+        except Exception:  # the root of a task: what it held must be answered
+            _logger.exception("running a work item again failed")
+            self._answer_all([held], InternalFailure("the worker failed while preparing the input"))
         self._wake.set()
 
     def _on_link(self, connected: bool) -> None:

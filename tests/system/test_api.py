@@ -228,6 +228,7 @@ BAD_JSON: list[tuple[object, str, str]] = [
     ({"items": ["a"], "params": {"options": {"profile": "nope"}}}, "unknown_profile", "params.options.profile"),
     ({"items": ["a"], "params": {"truncate": "MIDDLE"}}, "schema", "params.truncate"),
     ({"items": ["a"] * 2049}, "too_many_items", "items"),
+    ({"items": [{"text": "a", "metadata": {"n": [-(1 << 63) - 1]}}]}, "schema", "items[0].metadata"),
 ]
 
 
@@ -248,6 +249,7 @@ BAD_MSGPACK: list[tuple[bytes, str, str]] = [
     (b"\x81\xa5items\x91" + b"\x91" * 3000 + b"\xc0", "malformed", "body"),
     (msgspec.msgpack.encode({"items": [{"text": b"bytes"}]}), "schema", "items[0].text"),
     (b"\x81\xa5items\xc7\x03\x2aabc", "malformed", "body"),
+    (msgspec.msgpack.encode({"items": [{"text": "a", "metadata": {(1, 2): 1}}]}), "schema", "items[0].metadata"),
 ]
 
 
@@ -268,6 +270,27 @@ def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, par
     assert answer.headers["x-should-retry"] == "false"
     assert "retry-after" not in answer.headers
     assert post(client, {"items": ["still serving"]}).status_code == 200
+
+
+BAD_HEADERS = [
+    ("x-sie-timeout-ms", "abc"), ("x-sie-timeout-ms", "0"), ("x-sie-timeout-ms", "600001"), ("x-sie-timeout-ms", "1" + "0" * 5000),
+    ("x-sie-priority", "urgent"), ("x-sie-pool", "../x"), ("x-sie-machine-profile", "a/b/../c"), ("content-encoding", "gzip"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_HEADERS, ids=range(len(BAD_HEADERS)))
+def test_a_bad_header_is_named(client: httpx.Client, name: str, value: str) -> None:
+    """E3: a mistake that the client can fix is never a 5xx."""
+    answer = post(client, {"items": ["a"]}, **{name: value})
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"].lower() in (name, "x-sie-pool")
+
+
+def test_what_no_message_can_hold_is_413_and_a_foreign_traceparent_is_dropped(client: httpx.Client) -> None:
+    """L11: permanent faults are not told as a full or absent queue."""
+    refused = post(client, {"items": ["a"], "params": {"instruction": "x" * 9_000_000}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "instruction")
+    assert post(client, {"items": ["a"]}, traceparent="x" * 60_000).status_code == 200
 
 
 def test_a_text_of_ten_megabytes_is_413_naming_the_limit(client: httpx.Client) -> None:

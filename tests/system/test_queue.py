@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import nats
 import pytest
 from cluster import MODEL, Cluster, running, until
 from load import Load
@@ -38,6 +39,26 @@ async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stop
         outcome = await request
     assert (outcome.status, outcome.right) == (200, True)
     await asyncio.to_thread(until, lambda: waiting(cluster) == 0, 5, "acknowledged")
+
+
+async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(cluster: Cluster) -> None:
+    """The stream is deleted behind the gateway's back: what was in it ends with a retryable error, what comes next is served."""
+    assert cluster.encode(["warm"]).status_code == 200
+    (sidecar,) = cluster.pids("sidecar")
+    cluster.signal(sidecar, signal.SIGSTOP)
+    client = await nats.connect(str(cluster.health()["nats_url"]))
+    async with httpx.AsyncClient(timeout=60) as http:
+        held, after = Load([cluster.url], timeout_s=30), Load([cluster.url], timeout_s=30)
+        first = asyncio.create_task(held.one(http, cluster.url, 0))
+        await asyncio.to_thread(until, lambda: waiting(cluster) >= 1, 5, "the request at its consumer")
+        await client.jetstream().delete_stream("WORK__default")
+        await client.close()
+        second = asyncio.create_task(held.one(http, cluster.url, 1))  # finds out
+        await asyncio.gather(first, second)
+        assert {(each.code, each.retryable) for each in held.outcomes} == {("QUEUE_UNAVAILABLE", True)}
+        cluster.signal(sidecar, signal.SIGCONT)
+        outcome = await after.one(http, cluster.url, 2)
+        assert (outcome.status, outcome.right) == (200, True)
 
 
 @pytest.mark.timeout(180)

@@ -81,6 +81,23 @@ def test_exit_with_parent_ends_serve_when_the_process_that_started_it_is_killed(
         assert psutil.wait_procs(family, timeout=3 * GONE_S)[1] == []
 
 
+def test_a_sidecar_that_waits_to_preload_ends_at_sigterm(tmp_path: Path) -> None:
+    """P1: no adapter ever answers at its socket."""
+    with running(tmp_path, "--no-spare") as cluster:
+        argv = [
+            SIE, "sidecar", "--nats-url", str(cluster.health()["nats_url"]), "--preload", MODEL, "--worker-metrics-port", "0",
+            "--ipc-socket-path", str(tmp_path / "none.sock"), "--worker-id", "late",
+        ]  # fmt: skip
+        with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as sidecar:
+            assert sidecar.stderr is not None
+            for line in sidecar.stderr:
+                if "waiting for the adapter" in line:
+                    break
+            until(lambda: any(worker["name"] == "late" for worker in cluster.health()["unhealthy_workers"]), 10, "its heartbeat")  # type: ignore[attr-defined]
+            sidecar.send_signal(signal.SIGTERM)
+            assert sidecar.wait(10) == 0
+
+
 def test_two_serves_do_not_share_a_data_directory(tmp_path: Path) -> None:
     with running(tmp_path, "--standalone", "--no-spare"):
         second = subprocess.run([SIE, "serve", "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=30, check=False)

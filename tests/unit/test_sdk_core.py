@@ -89,6 +89,25 @@ def test_not_waiting_for_capacity_waits_for_nothing() -> None:
         steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=1))
 
 
+def test_time_spent_waiting_for_answers_counts_against_patience() -> None:
+    steps = plan(["a"], Policy(connection_budget_s=120))
+    next(steps)
+    with pytest.raises(sie_sdk.SIEConnectionError):
+        steps.send(TransportFailed(TimeoutError("read"), elapsed_s=150))
+
+
+def test_what_can_never_be_sent_is_not_tried_again() -> None:
+    """E3"""
+    steps = plan(["a"])
+    next(steps)
+    with pytest.raises(sie_sdk.SIEConnectionError):
+        steps.send(TransportFailed(ValueError("no scheme"), is_permanent=True))
+    with pytest.raises(sie_sdk.RequestError):
+        next(plan([object()]))  # type: ignore[list-item]
+    with sie_sdk.SIEClient("no-scheme") as client, pytest.raises(sie_sdk.SIEConnectionError, match="UnsupportedProtocol"):
+        client.encode("m", "text")
+
+
 def test_a_broken_connection_is_tried_again_and_then_named() -> None:
     """E3: a wrong host ends in a connection error that names its cause."""
     steps = plan(["a"], Policy(connection_budget_s=0.5))

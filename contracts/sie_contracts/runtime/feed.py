@@ -192,10 +192,10 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
     import yaml
 
     entries: dict[str, ModelEntry] = {}
-    for file in sorted(folder.rglob("*.yaml")):
+    for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
         try:
             entry = parse_entry(yaml.safe_load(file.read_text("utf-8")))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
             raise _named(file, str(error)) from error
         except SIEError as error:
             raise _named(file, error.message) from error

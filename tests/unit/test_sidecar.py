@@ -1,0 +1,83 @@
+"""The sidecar's small parts."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+import pytest
+from fake_adapter import toy_tokenizer
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
+from sie_contracts.errors import ModelLoadFailed
+from sie_sidecar.batch import BatchKey, Job, Waiting
+from sie_sidecar.hosting import Hosting
+from sie_sidecar.lease import Leases
+from sie_sidecar.tokens import MAX_VARIANTS, ModelTokenizer
+
+
+@dataclass
+class Delivered:
+    sequence: int
+    data: bytes
+    delivered: int = 1
+
+
+def test_work_of_a_new_stream_is_never_taken_for_work_in_hand() -> None:
+    """Sequences begin anew when a stream was lost: the same number with other data is other work."""
+    leases = Leases(10.0, lambda: True, lambda: 0.0)
+    lease = leases.hold(Delivered(5, b"old"))  # type: ignore[arg-type]
+    assert leases.adopt(Delivered(5, b"new")) is None  # type: ignore[arg-type]
+    assert leases.adopt(Delivered(5, b"old", 2)) is lease  # type: ignore[arg-type]
+    newer = leases.hold(Delivered(5, b"new"))  # type: ignore[arg-type]
+    leases.drop(lease)
+    assert leases.all() == [newer]
+
+
+def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
+    waiting: Waiting[int] = Waiting()
+    key = BatchKey("m", "r", "encode", "", "")
+    waiting.add(Job(key, 1, 10.0, 10))
+    for number in (2, 0, 3, 1):
+        waiting.put_back(Job(key, 1, float(number), number))
+    assert [job.work for job in waiting] == [0, 1, 2, 3, 10]
+
+
+def test_clients_cannot_make_tokenizers_without_bound() -> None:
+    """O20: the limit is the client's to choose, the instances are ours to bound. The ids stay right."""
+    tokenizer = ModelTokenizer(toy_tokenizer(), 64)
+    (full,) = tokenizer.encode(["abcdefgh" * 4], "END", 0)
+    for limit in range(3, 60):
+        for truncate in ("END", "START"):
+            (cut,) = tokenizer.encode(["abcdefgh" * 4], truncate, limit)  # type: ignore[arg-type]
+            assert len(cut.ids) == min(limit, len(full.ids))
+            assert cut.full == full.full
+    assert len(tokenizer._variants) == MAX_VARIANTS
+
+
+class _Refusing:
+    """A link whose adapter refuses every load."""
+
+    def __init__(self) -> None:
+        self.listeners: list[object] = []
+        self.loads = 0
+
+    async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
+        self.loads += 1
+        raise ModelLoadFailed("no such weights", extras={"error_class": "NOT_FOUND", "permanent": True})
+
+
+async def test_a_remembered_failure_is_told_anew_each_time() -> None:
+    """L6: one load; and no exception that collects the frames of all who met it."""
+    link = _Refusing()
+    hosting = Hosting(link, lambda: 0.0, lambda: None)  # type: ignore[arg-type]
+    entry = ModelEntry(id="m", weights=Weights(path="/nowhere"), family="text-encoder", outputs={"dense": 2}, max_tokens=8)
+    hosted = hosting.of(Catalogue.resolve_profile(entry, "default", "m"))
+    depths = []
+    for _ in range(5):
+        with pytest.raises(ModelLoadFailed, match="no such weights") as caught:
+            await hosting.ensure(hosted)
+        depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert link.loads == 1
+    assert depths[1:] == [depths[1]] * 4
