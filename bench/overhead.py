@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from client import closed_loop, connect, request
 
 from sie_adapter.engine import Engine, prepare_process
 from sie_adapter.lanes import Job
+from sie_cli.embedded import free_port
 from sie_contracts import ipc
 from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.settings import load
@@ -122,12 +122,6 @@ class Alone:
 def _endless(batches: list[ipc.RunBatch]) -> Iterator[ipc.RunBatch]:
     while True:
         yield from batches
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,23 +17,16 @@ from pathlib import Path
 import httpx
 import psutil
 
+from sie_cli.embedded import free_port
+
 SIE = str(Path(sys.executable).with_name("sie"))
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def free_ports(count: int) -> list[int]:
     """Consecutive loopback ports that are free now."""
-    while True:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            base = first.getsockname()[1]
-            try:
-                for offset in range(1, count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", base + offset))
-            except (OSError, OverflowError):
-                continue
-            return [base + offset for offset in range(count)]
+    first = free_port(count)
+    return list(range(first, first + count))
 
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> object:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 from fake_adapter import FakeAdapter, toy_entry
 from prometheus_client.parser import text_string_to_metric_families
 
+from sie_cli.embedded import free_port
 from sie_contracts import messages, topology
 from sie_contracts.broker import CoreMessage
 from sie_contracts.broker.memory import MemoryBroker, MemoryServer
@@ -33,12 +33,6 @@ from sie_sidecar.process import serve as serve_sidecar
 
 WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test
 POLL_S = 0.002
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def settings_of(mode: Mode = "queue", **environ: str) -> Settings:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from pathlib import Path
 from types import TracebackType
+
+from sie_cli.embedded import free_port
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
@@ -25,16 +24,6 @@ def binary() -> str:
     if found is None:
         raise FileNotFoundError("nats-server is neither beside python nor on PATH")
     return found
-
-
-def free_port() -> int:
-    """A port below those that the system gives to outgoing connections: a client that tries again and again while the server is away
-    would in the end get the server's own port, connect to itself and keep the server out."""
-    for port in random.sample(range(10_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port among a hundred")
 
 
 class NatsServer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 import socket
 import sys
@@ -14,11 +16,21 @@ SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as th
 MAX_PAYLOAD_BYTES = 8 << 20
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+_BELOW_EPHEMERAL = range(10_000, 32_000)
+
+
+def free_port(count: int = 1) -> int:
+    """The first of `count` consecutive loopback ports that nobody listens on now.
+
+    Below those that the system gives to outgoing connections: a client that tries again and again while its server is away would in the
+    end be given the server's own port, connect to itself and keep the server out.
+    """
+    for port in random.sample(_BELOW_EPHEMERAL, 200):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for offset in range(count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            return port
+    raise SettingError("--port", f"no {count} free ports were found on this machine")
 
 
 @dataclass(frozen=True)
