@@ -8,9 +8,10 @@ from collections.abc import Callable
 from sie_config.app import ConfigService, create_app
 from sie_config.store import CatalogueStore, open_store, wanted_models
 from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.http import HttpServer
 from sie_contracts.runtime.process import Stop, retry
-from sie_contracts.settings import SettingError, Settings
+from sie_contracts.settings import Settings
 
 _logger = logging.getLogger("sie.config")
 
@@ -26,30 +27,19 @@ async def prepare(settings: Settings, broker: Broker) -> CatalogueStore:
 
 async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listening: Callable[[int], None] | None = None) -> int:
     """Serve until `stop`. Raises SettingError."""
-    from sie_contracts.broker.nats import connect
-
-    if settings.nats_url is None:
-        raise SettingError("SIE_NATS_URL", "a config service needs a broker")
-    url = settings.nats_url
     service = ConfigService(settings)
     server = HttpServer(create_app(service), host, port, setting="--port")
     await server.start()
     _logger.info("config service listening on %s:%d", host, server.port)
     if on_listening is not None:
         on_listening(server.port)
-    broker: Broker | None = None
     try:
-        broker = await retry(
-            lambda: connect(url, name="sie-config"), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
-        )
-        if broker is not None:
-            connected = broker
-            service.store = await retry(
-                lambda: prepare(settings, connected), errors=(BrokerError,), stop=stop, logger=_logger, what="seeding the catalogue"
-            )
-        await stop.wait()
+        async with connected(settings, "sie-config", stop) as broker:
+            if broker is not None:
+                service.store = await retry(
+                    lambda: prepare(settings, broker), errors=(BrokerError,), stop=stop, logger=_logger, what="seeding the catalogue"
+                )
+            await stop.wait()
     finally:
         await server.stop()
-        if broker is not None:
-            await broker.close()
     return 0

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from sie_contracts import arrays
-from sie_contracts.catalogue import describe
 from sie_contracts.errors import InvalidInput, PayloadTooLarge
+from sie_contracts.options import describe
 
 MAX_BODY_BYTES = 256 << 20
 MAX_NESTING = 64

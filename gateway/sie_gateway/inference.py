@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from sie_contracts import topology
-from sie_contracts.catalogue import RequestOptions, Resolved, describe, run_options
+from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.messages import Failed, Input, Priority, WorkItem, WorkResult
+from sie_contracts.options import RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import QueueUnavailable
-from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, HttpConfigSource, packaged_catalogue
+from sie_contracts.runtime.connection import connected
+from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_contracts.runtime.http import HttpServer
 from sie_contracts.runtime.process import Stop, Tasks, retry
 from sie_contracts.settings import SettingError, Settings
@@ -113,18 +114,7 @@ async def _own_streams(queue: WorkQueue, settings: Settings, pools: set[str]) ->
 
 async def run(settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None) -> int:
     """The gateway against NATS. Raises SettingError."""
-    from sie_contracts.broker.nats import connect
-
-    if settings.nats_url is None:
-        raise SettingError("SIE_NATS_URL", "a gateway needs a broker")
-    url = settings.nats_url
-    broker: Broker | None = await retry(
-        lambda: connect(url, name="sie-gateway"), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
-    )
-    if broker is None:
-        return 0
-    source = HttpConfigSource(settings.config_service_url, settings.config_read_token) if settings.config_service_url else None
-    try:
-        return await serve(settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url)
-    finally:
-        await broker.close()
+    async with connected(settings, "sie-gateway", stop) as broker:
+        if broker is None:
+            return 0
+        return await serve(settings, broker, config_source(settings), stop, host=host, port=port, nats_monitor_url=nats_monitor_url)

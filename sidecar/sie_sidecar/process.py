@@ -13,7 +13,8 @@ from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import ModelNotFound, SIEError
-from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, HttpConfigSource, packaged_catalogue
+from sie_contracts.runtime.connection import connected
+from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_contracts.runtime.http import App, HttpServer, Receive, Scope, Send, probes
 from sie_contracts.runtime.process import Stop, Tasks, retry
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
@@ -173,18 +174,7 @@ def _app(health: Health, metrics: Metrics) -> App:
 
 async def run(settings: Settings, stop: Stop, *, host: str) -> int:
     """The sidecar against NATS. Raises SettingError."""
-    from sie_contracts.broker.nats import connect
-
-    if settings.nats_url is None:
-        raise SettingError("SIE_NATS_URL", "a sidecar needs a broker")
-    url = settings.nats_url
-    broker: Broker | None = await retry(
-        lambda: connect(url, name="sie-sidecar"), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
-    )
-    if broker is None:
-        return 0
-    source = HttpConfigSource(settings.config_service_url, settings.config_read_token) if settings.config_service_url else None
-    try:
-        return await serve(settings, broker, source, stop, host=host)
-    finally:
-        await broker.close()
+    async with connected(settings, "sie-sidecar", stop) as broker:
+        if broker is None:
+            return 0
+        return await serve(settings, broker, config_source(settings), stop, host=host)

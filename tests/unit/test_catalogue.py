@@ -14,16 +14,14 @@ from sie_contracts.catalogue import (
     Catalogue,
     LoadOptions,
     ModelEntry,
-    RequestOptions,
     Resolved,
-    describe,
     fingerprint,
     packaged_folder,
     parse_entry,
-    run_options,
 )
 from sie_contracts.errors import BundleConflict, InvalidInput, ModelNotFound, ValidationFailed
 from sie_contracts.messages import RunOptions
+from sie_contracts.options import RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import packaged_catalogue, read_folder
 
 

@@ -1,0 +1,31 @@
+"""How a process of the cluster comes to its broker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.runtime.process import Stop, retry
+from sie_contracts.settings import SettingError, Settings
+
+_logger = logging.getLogger("sie.broker")
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, name: str, stop: Stop) -> AsyncIterator[Broker | None]:
+    """The broker of SIE_NATS_URL, closed in the end; None if the process is to end before there is one. Raises SettingError."""
+    from sie_contracts.broker.nats import connect
+
+    url = settings.nats_url
+    if url is None:
+        raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
+    broker: Broker | None = await retry(
+        lambda: connect(url, name=name), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
+    )
+    try:
+        yield broker
+    finally:
+        if broker is not None:
+            await broker.close()
