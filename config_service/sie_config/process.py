@@ -34,7 +34,7 @@ async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listen
     if on_listening is not None:
         on_listening(server.port)
     try:
-        async with connected(settings, "sie-config", stop) as broker:
+        async with connected(settings.nats_url, "sie-config", stop) as broker:
             if broker is not None:
                 service.store = await retry(
                     lambda: prepare(settings, broker), errors=(BrokerError,), stop=stop, logger=_logger, what="seeding the catalogue"

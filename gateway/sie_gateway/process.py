@@ -114,7 +114,8 @@ async def _own_streams(queue: WorkQueue, settings: Settings, pools: set[str]) ->
 
 async def run(settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None) -> int:
     """The gateway against NATS. Raises SettingError."""
-    async with connected(settings, "sie-gateway", stop) as broker:
+    async with connected(settings.nats_url, "sie-gateway", stop) as broker:
         if broker is None:
             return 0
-        return await serve(settings, broker, config_source(settings), stop, host=host, port=port, nats_monitor_url=nats_monitor_url)
+        source = config_source(settings.config_service_url, settings.config_read_token)
+        return await serve(settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url)

@@ -174,7 +174,8 @@ def _app(health: Health, metrics: Metrics) -> App:
 
 async def run(settings: Settings, stop: Stop, *, host: str) -> int:
     """The sidecar against NATS. Raises SettingError."""
-    async with connected(settings, "sie-sidecar", stop) as broker:
+    async with connected(settings.nats_url, "sie-sidecar", stop) as broker:
         if broker is None:
             return 0
-        return await serve(settings, broker, config_source(settings), stop, host=host)
+        source = config_source(settings.config_service_url, settings.config_read_token)
+        return await serve(settings, broker, source, stop, host=host)

@@ -8,17 +8,16 @@ from collections.abc import AsyncIterator
 
 from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.runtime.process import Stop, retry
-from sie_contracts.settings import SettingError, Settings
+from sie_contracts.settings import SettingError
 
 _logger = logging.getLogger("sie.broker")
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: Settings, name: str, stop: Stop) -> AsyncIterator[Broker | None]:
-    """The broker of SIE_NATS_URL, closed in the end; None if the process is to end before there is one. Raises SettingError."""
+async def connected(url: str | None, name: str, stop: Stop) -> AsyncIterator[Broker | None]:
+    """The broker at `url`, closed in the end; None if the process is to end before there is one. Raises SettingError."""
     from sie_contracts.broker.nats import connect
 
-    url = settings.nats_url
     if url is None:
         raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
     broker: Broker | None = await retry(

@@ -25,7 +25,7 @@ from sie_contracts.catalogue import Bundle, Catalogue, ModelEntry, packaged_fold
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.messages import ConfigDelta, ConfigExport
 from sie_contracts.runtime.process import Stop, retry
-from sie_contracts.settings import Secret, Settings
+from sie_contracts.settings import Secret
 
 _logger = logging.getLogger("sie.feed")
 _export = msgspec.json.Decoder(ConfigExport)
@@ -76,10 +76,9 @@ class HttpConfigSource:
         await self._client.aclose()
 
 
-def config_source(settings: Settings) -> ConfigSource | None:
-    """The config service of SIE_CONFIG_SERVICE_URL, if there is one."""
-    url = settings.config_service_url
-    return HttpConfigSource(url, settings.config_read_token) if url else None
+def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
+    """The config service at `url`, if there is one."""
+    return HttpConfigSource(url, token) if url else None
 
 
 def snapshot(export: ConfigExport) -> Catalogue:
