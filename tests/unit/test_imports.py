@@ -25,7 +25,8 @@ HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
 # modules of pure functions and plain data: the standard library, msgspec and numpy, and each other
 CORE = {
     "sie_contracts.messages", "sie_contracts.options", "sie_contracts.ipc", "sie_contracts.topology", "sie_contracts.catalogue",
-    "sie_contracts.errors", "sie_contracts.arrays", "sie_contracts.settings", "sie_sidecar.batch", "sie_sidecar.lease", "sie_gateway.chunk", "sie_gateway.body",
+    "sie_contracts.errors", "sie_contracts.arrays", "sie_contracts.settings", "sie_sidecar.batch", "sie_sidecar.lease",
+    "sie_gateway.chunk", "sie_gateway.body",
 }  # fmt: skip
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 
