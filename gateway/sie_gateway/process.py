@@ -24,6 +24,7 @@ from sie_gateway.queue import WorkQueue
 
 EPOCH_POLL_S = 10.0
 FULL_EXPORT_S = 300.0
+FIRST_ANSWER_S = 2.0
 DRAIN_S = 9.0  # with the 5 s that open connections get, inside the 15 s of a default grace period
 _SETTINGS = {  # what to blame for a field of the stream that differs
     "storage": "SIE_STREAM_STORAGE", "replicas": "SIE_STREAM_REPLICAS", "max_bytes": "SIE_QUEUE_MAX_BYTES",
@@ -67,15 +68,20 @@ async def serve(
         await main.stop()
         raise
     tasks = Tasks(_logger, stop.request)
-    await main.start()
     await side.start()
     try:
         tasks.start(feed.run(stop), "catalogue feed")
         await fleet.start()
         await inbox.start()
-        await retry(
-            lambda: _own_streams(queue, settings, pools), errors=(BrokerError,), stop=stop, logger=_logger, what="work streams",
-        )  # fmt: skip
+        owning = asyncio.create_task(
+            retry(lambda: _own_streams(queue, settings, pools), errors=(BrokerError,), stop=stop, logger=_logger, what="work streams")
+        )
+        # connections already queue at the port: a request that meets a restart waits a moment instead of being refused as not ready
+        loaded = asyncio.create_task(feed.first.wait())
+        await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
+        loaded.cancel()
+        await main.start()
+        await owning
 
         async def on_reconnect() -> None:
             await retry(queue.reverify, errors=(BrokerError,), stop=stop, logger=_logger, what="verifying the queue after a reconnect")

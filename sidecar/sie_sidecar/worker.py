@@ -19,7 +19,7 @@ import numpy as np
 
 from sie_contracts import ipc, messages
 from sie_contracts.broker import Broker, Delivery
-from sie_contracts.errors import InferenceFailed, InternalFailure, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, NotReady, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
@@ -37,6 +37,7 @@ from sie_sidecar.settlement import Settlement
 from sie_sidecar.tokens import TokenizerPool
 
 HAND_BACK_DELAY_S = 0.5
+MOST_HAND_BACKS = 5  # deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
 POISON_DEATHS = 2
 _logger = logging.getLogger("sie.sidecar.worker")
 
@@ -134,7 +135,10 @@ class Worker:
             hosted = self._host(group)
             if hosted is None:
                 for held in group:
-                    await self._hand_back(held)
+                    if held.lease.delivery.delivered < MOST_HAND_BACKS:
+                        await self._hand_back(held)
+                    else:
+                        self._answer_all([held], NotReady("the model was changed or removed while this request was on its way"))
                 return
             await self._ensure_ready(hosted)
             loaded_s = self._clock()

@@ -104,7 +104,9 @@ class CatalogueFeed:
         bundle: str | None = None,
     ) -> None:
         self.catalogue = initial or Catalogue()
-        self.loaded = initial is not None
+        self.first = asyncio.Event()  # set with the first snapshot
+        if initial is not None:
+            self.first.set()
         self.deltas: dict[str, int] = {"applied": 0, "untrusted": 0, "gap": 0, "stale": 0, "invalid": 0}
         self._broker = broker
         self._source = source
@@ -115,6 +117,10 @@ class CatalogueFeed:
         self._listeners: list[Callable[[frozenset[str]], None]] = []
         self._refresh = asyncio.Event()
         self._subscription: Subscription | None = None
+
+    @property
+    def loaded(self) -> bool:
+        return self.first.is_set()
 
     def on_change(self, listener: Callable[[frozenset[str]], None]) -> None:
         self._listeners.append(listener)
@@ -158,7 +164,7 @@ class CatalogueFeed:
 
     async def _reload(self, source: ConfigSource) -> bool:
         self._replace(snapshot(await source.export()))
-        self.loaded = True
+        self.first.set()
         return True
 
     def _replace(self, new: Catalogue) -> None:
