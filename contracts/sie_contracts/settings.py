@@ -354,8 +354,8 @@ ROWS: tuple[Row, ...] = tuple(
 BY_NAME = {row.name: row for row in ROWS}
 
 # Measured values that beat a documented default on one kind of machine. The documented default itself stays.
-# cpu: batches past 4,096 tokens leave the cache and lose 10 % on two cores; 12 messages of one short text each leave a forward pass
-# dominated by its fixed cost (bench/overhead.py).
+# cpu: 4,096 tokens keep a lane busy for some 0.2 s, and more would only lengthen the wait for it; 12 messages of one short text each leave
+# a forward pass dominated by its fixed cost (bench/results/overhead.md).
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"SIE_MAX_BATCH_COST": "4096", "SIE_BATCHER_MAX_BATCH_REQUESTS": "64", "SIE_BATCHER_COALESCE_MS": "2"},
 }
