@@ -59,7 +59,7 @@ def packed_pass(engine: Engine, ids: list[np.ndarray], budget: int) -> Callable[
     for each in [*ids, None]:
         if part and (each is None or sum(map(len, part)) + len(each) > budget):
             lengths = np.array([len(one) for one in part], np.int32)
-            group = (ipc.EpilogueGroup(0, len(part)),)
+            group = (ipc.Group(0, len(part)),)
             batches.append(ipc.RunBatch("b", "bert", "encode", lengths.tobytes(), np.concatenate(part).tobytes(), group, pooling="mean"))
             part = []
         if each is not None:

@@ -49,7 +49,7 @@ def engine(lanes: int, torch_threads: int, precision: str) -> Callable[[list[lis
     from sie_adapter.engine import Engine, prepare_process
     from sie_adapter.lanes import Job, Lanes
     from sie_contracts.catalogue import packaged_folder, parse_entry
-    from sie_contracts.ipc import EpilogueGroup, Refused, Reply, RunBatch
+    from sie_contracts.ipc import Group, Refused, Reply, RunBatch
     from sie_contracts.settings import Settings
 
     prepare_process()
@@ -61,7 +61,7 @@ def engine(lanes: int, torch_threads: int, precision: str) -> Callable[[list[lis
 
     def message(counts: list[int]) -> RunBatch:
         ids = np.random.default_rng(1).integers(1000, 30000, sum(counts), dtype=np.int32)
-        return RunBatch("b", "mini", "encode", np.array(counts, "<i4").tobytes(), ids.tobytes(), (EpilogueGroup(0, len(counts)),))
+        return RunBatch("b", "mini", "encode", np.array(counts, "<i4").tobytes(), ids.tobytes(), (Group(0, len(counts)),))
 
     def answer(reply: Reply) -> None:
         if isinstance(reply, Refused):

@@ -75,7 +75,7 @@ class Alone:
 
     def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:
         lengths = np.array([len(each) for each in ids], np.int32)
-        group = ipc.EpilogueGroup(0, len(ids))
+        group = ipc.Group(0, len(ids))
         return ipc.RunBatch("b", MODEL, "encode", lengths.tobytes(), np.concatenate(ids).astype(np.int32).tobytes(), (group,))
 
     def one(self, text: str) -> None:

@@ -204,7 +204,7 @@ class FakeAdapter:
         precision = resolved.load.precision or "float32"
         loaded = ipc.LoadedModel(request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20)
         self.loaded[request.model] = loaded
-        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens)
+        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()})
 
     async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
         if batch.model not in self.loaded:

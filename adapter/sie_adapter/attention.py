@@ -28,7 +28,7 @@ _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """How a group of sequences is computed; the fourth column of a layout."""
+    """How a group of sequences is computed; the last column of a layout."""
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     SDPA_FLOAT = 1  # the same in float32
@@ -139,19 +139,23 @@ def packed_attention(
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
-    """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 4] on the host."""
+    """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 5] on the host.
+
+    Of each sequence only the first `visible` tokens are attended to.
+    """
     output = torch.empty(query.shape[:2] + value.shape[2:], dtype=query.dtype, device=query.device)
     pattern = Pattern(left, right)
-    for first, sequences, length, code in layout.tolist():
+    for first, sequences, length, visible, code in layout.tolist():
         if code >= Kernel.VARLEN:
             _VARLEN[code](query, key, value, bounds, length, scale, pattern, output)
             continue
         rows = slice(first, first + sequences * length)
         split = (sequences, length)
-        group = [tensor[rows].unflatten(0, split).transpose(1, 2) for tensor in (query, key, value)]
+        queries, keys, values = (tensor[rows].unflatten(0, split).transpose(1, 2) for tensor in (query, key, value))
         windowed = pattern.left < length - 1 or 0 < pattern.right < length - 1
         kernel = _attend_in_blocks if windowed and code != Kernel.REFERENCE else _GROUPED[code]
-        kernel(group[0], group[1], group[2], scale, pattern, output[rows].unflatten(0, split).transpose(1, 2))
+        into = output[rows].unflatten(0, split).transpose(1, 2)
+        kernel(queries, keys[:, :, :visible], values[:, :, :visible], scale, pattern, into)
     return output
 
 
@@ -160,7 +164,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor,
     return query.new_empty(query.shape[:2] + value.shape[2:])
 
 
-# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, ..] and k, v [.., key heads, ..] of equal length.
+# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, length, ..] and k, v [.., key heads, visible, ..].
 
 
 def _attend_fused(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
@@ -180,10 +184,14 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, p
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     block = max(16, min(length, _BLOCK_SCORES // max(1, sequences * heads * length)))
+    visible = key.shape[1]
     empty = query.new_empty(())
     for start in range(0, length, block):
         stop = min(length, start + block)
-        low, high = max(0, start - pattern.left), min(length, stop + pattern.right)
+        low, high = max(0, start - pattern.left), min(visible, stop + pattern.right)
+        if low >= high:  # nothing that is visible lies within the window
+            output[:, :, start:stop] = 0
+            continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
         # in float32 also for speed: the bfloat16 softmax of a CPU takes five times as long unless the row divides by 32
         scores = scores.float()
@@ -191,9 +199,15 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, p
             scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
         if (hidden := _hidden(start, stop, low, high, pattern, query.device)) is not None:
             scores[:, :, : high - low].masked_fill_(hidden, -math.inf)
-        weights = torch.softmax(scores, -1).to(value.dtype)[:, :, : high - low]
+        weights = _shares(scores, may_be_blind=visible < length).to(value.dtype)[:, :, : high - low]
         mixed = torch.bmm(weights, value[:, low:high])
         output[:, :, start:stop].copy_(mixed.unflatten(0, (sequences, heads)))
+
+
+def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
+    """Softmax; a query that sees nothing gets zeros, as in torch's own kernels."""
+    shares = torch.softmax(scores, -1)
+    return shares.nan_to_num(0.0) if may_be_blind else shares
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: Pattern, device: torch.device) -> Tensor | None:
@@ -206,13 +220,14 @@ def _hidden(start: int, stop: int, low: int, high: int, pattern: Pattern, device
 
 def _attend_by_definition(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
-    hidden = _hidden(0, length, 0, length, pattern, query.device)
+    hidden = _hidden(0, length, 0, key.shape[2], pattern, query.device)
     for sequence in range(query.shape[0]):
         for head in range(query.shape[1]):
             scores = (query[sequence, head] @ key[sequence, head // shared].T).float() * scale
             if hidden is not None:
                 scores = scores.masked_fill(hidden, -math.inf)
-            output[sequence, head] = torch.softmax(scores, -1).to(value.dtype) @ value[sequence, head // shared]
+            shares = _shares(scores, may_be_blind=key.shape[2] < length)
+            output[sequence, head] = shares.to(value.dtype) @ value[sequence, head // shared]
 
 
 _GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, Pattern, Tensor], None]] = {

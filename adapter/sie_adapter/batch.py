@@ -1,75 +1,111 @@
 """One batch from its bytes to its outcomes.
 
-    RunBatch ──► Items ──► fit? ──► pack ──► forward ──► pool ──► finish, per output group ──► BatchDone
+    RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each item has exactly one outcome at its own position. A bad item is a typed error and its mates are right. Out of memory halves the batch
-by cost until it fits; an item that does not fit alone is RESOURCE_EXHAUSTED.
+Each input has exactly one outcome at its own position. A bad one is a typed error and its mates are right. Out of memory clears the cache,
+makes room, then halves the batch by cost until it fits; an input that does not fit alone is RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sie_adapter.answers import Answer, Answers
 from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_out_of_memory
-from sie_adapter.heads.pooling import POOLINGS, Pooling, finish, pool
+from sie_adapter.heads import Head, Row, States
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
-from sie_contracts.ipc import BatchDone, EpilogueGroup, RunBatch
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome
+from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
+from sie_contracts.messages import ArraySlice, Failed, Ok, Operation, Outcome, RunOptions
 
 _logger = logging.getLogger("sie.adapter")
 
 
-class Encoder(Protocol):
-    """What a batch needs of a family."""
+class TextModel(Protocol):
+    """What a batch of token ids needs of a family."""
 
     max_tokens: int
     vocabulary: int
-    width: int
+    rows: Mapping[str, Rows]
+    heads: Mapping[str, Head]
+
+    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """The heads whose rows the answers are made from."""
+
+    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """The batch as it goes to the device. `queries` bool [rows] tells queries from documents."""
+
+    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """What a head gives for these ids if it needs no forward pass for that."""
 
     def pack(self, batch: Items, chosen: Int64) -> Packed: ...
 
     def forward(self, packed: Packed) -> Tensor: ...
 
+    def answer(
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: Mapping[str, Sequence[Row]], places: list[int]
+    ) -> Answers:
+        """One answer per input from the rows of its heads, in order; `places` are their positions in the batch."""
+
 
 class BatchRun:
     """The forward pass and the epilogues of one batch, on the thread that calls `run`, under inference mode."""
 
-    def __init__(self, encoder: Encoder, device: torch.device, message: RunBatch, pooling: str) -> None:
-        """`pooling` is the model's own, for a message without one. Raises InvalidInput or InternalFailure for what cannot be run at all."""
-        chosen = message.pooling or pooling
-        if message.operation != "encode":
-            raise InvalidInput(f"operation {message.operation} is not served by {message.model}", reason="unsupported_operation")
-        if chosen not in POOLINGS:
-            raise InvalidInput(f"pooling is one of {', '.join(POOLINGS)}", reason="unsupported_pooling")
+    def __init__(
+        self, model: TextModel, device: torch.device, message: RunBatch, make_room: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`make_room` evicts an idle model and says whether it did. Raises InvalidInput or InternalFailure for what cannot be run."""
+        if message.operation not in model.rows:
+            raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         if message.lora:
-            raise InvalidInput(f"{message.model} has no LoRA of that name", reason="unsupported_lora")
+            raise InvalidInput(f"{message.model} has no LoRA", reason="lora_unsupported", param="lora_id")
         try:
-            self._items = items(message.lengths, message.ids)
+            self._items = items(message.lengths, message.ids, message.types)
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
-        _check_groups(message.epilogues, len(self._items.lengths))
-        self._encoder = encoder
+        count = len(self._items.lengths)
+        check_groups(message.groups, count)
+        self._model = model
         self._device = device
         self._message = message
-        self._pooling = cast(Pooling, chosen)
+        self._make_room = make_room
+        self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
-        self._pooled = torch.empty(0)
+        self._queries = np.zeros(count, bool)
+        self._wanted: dict[str, np.ndarray] = {}
+        self._rows: dict[str, list[Row]] = {}
+        for group in message.groups:
+            self._plan(group, count)
+
+    def _plan(self, group: Group, count: int) -> None:
+        """Which heads run for which rows."""
+        self._queries[group.start : group.stop] = group.options.is_query
+        if self._layout == "sides" and group.stop > group.start:
+            self._queries[group.start] = True
+        for head in self._model.heads_for(self._message.operation, group.options):
+            if head not in self._model.heads:
+                error = InvalidInput(f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output")
+                self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
+                continue
+            wanted = self._wanted.setdefault(head, np.zeros(count, bool))
+            wanted[group.start : group.stop] = True
+            self._rows.setdefault(head, [None] * count)
 
     def run(self) -> BatchDone:
-        """Run the batch and account for every item. Raises what the device raises, other than running out of memory."""
+        """Run the batch and account for every input. Raises what the device raises, other than running out of memory."""
         started = time.perf_counter()
-        count = len(self._items.lengths)
-        self._errors = _unfit(self._items, self._encoder)
-        self._pooled = torch.full((count, self._encoder.width), torch.nan, dtype=torch.float32, device=self._device)
-        self._forward(np.array([item for item in range(count) if item not in self._errors], np.int64))
+        self._errors |= _unfit(self._items, self._model)
+        chosen = self._without_pass()
+        self._prepared = self._model.prepare(self._items, self._queries)
+        self._forward(chosen)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
@@ -77,17 +113,29 @@ class BatchRun:
         done = time.perf_counter()
         return BatchDone(self._message.batch, tuple(outcomes), b"".join(blocks), 1e3 * (forwarded - started), 1e3 * (done - forwarded))
 
+    def _without_pass(self) -> Int64:
+        """Fill what needs no pass; returns the rows that need one."""
+        needing = np.zeros(len(self._items.lengths), bool)
+        for head, wanted in self._wanted.items():
+            for row in np.flatnonzero(wanted).tolist():
+                if row in self._errors:
+                    continue
+                start = int(self._items.starts[row])
+                ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
+                self._rows[head][row] = found = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
+                wanted[row] = found is None
+                needing[row] |= found is None
+        for row in np.flatnonzero(needing & (self._items.lengths < 1)).tolist():
+            self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
+            needing[row] = False
+        return np.flatnonzero(needing)
+
     def _forward(self, chosen: Int64) -> None:
-        """Fill the pooled rows of the `chosen` items, or their errors."""
+        """Fill the rows of the `chosen` items, or their errors."""
         if not len(chosen):
             return
         try:
-            packed = self._encoder.pack(self._items, chosen)
-            hidden = self._encoder.forward(packed)
-            if len(hidden) != len(packed.ids):
-                raise InternalFailure(f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length")
-            vectors = pool(hidden, torch.from_numpy(packed.bounds).to(self._device), packed.groups.tolist(), self._pooling)
-            self._pooled[torch.from_numpy(packed.order).to(self._device)] = vectors
+            self._pass(chosen)
             return
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -95,74 +143,111 @@ class BatchRun:
         # outside of the handler: its traceback holds the tensors of the failed pass
         give_memory_back(self._device)
         _logger.warning("out of memory with %d items of %d tokens", len(chosen), int(self._items.lengths[chosen].sum()))
+        if self._make_room():
+            self._forward(chosen)
+            return
         if len(chosen) == 1:
             self._errors[int(chosen[0])] = ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
             return
-        for half in _halves(chosen, self._items.lengths):
+        for half in _halves(chosen, self._prepared.lengths):
             self._forward(half)
+
+    def _pass(self, chosen: Int64) -> None:
+        packed = self._model.pack(self._prepared, chosen)
+        hidden = self._model.forward(packed)
+        if len(hidden) != len(packed.ids):
+            raise InternalFailure(f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length")
+        states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
+        doubtful: set[int] = set()
+        for head, wanted in self._wanted.items():
+            sequences = np.flatnonzero(wanted[packed.order])
+            if not len(sequences):
+                continue
+            reduced = self._model.heads[head].reduce(states, sequences)
+            if len(reduced.rows) != len(sequences):
+                raise InternalFailure(f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length")
+            for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
+                self._rows[head][sequence] = row
+            bad = sequences[~reduced.usable.cpu().numpy()]
+            doubtful.update(packed.order[bad].tolist())
+        if len(chosen) > 1:
+            for item in sorted(doubtful):  # alone: a mate's overflow may be what was seen
+                self._pass(np.array([item], np.int64))
+        elif doubtful:
+            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
+            self._errors.update(dict.fromkeys(doubtful, error))
 
     def _finish(self) -> tuple[list[Outcome], list[bytes]]:
         outcomes: list[Outcome] = []
         blocks: list[bytes] = []
         offset = 0
-        for group in self._message.epilogues:
-            vectors, usable = self._finish_group(group)
-            for item in range(group.start, group.stop):
-                row = item - group.start
-                error = self._errors.get(item) or _fault(group, self._encoder.width, usable=bool(usable[row]))
-                if error is not None:
-                    outcomes.append(Failed(error.info()))
+        for group in self._message.groups:
+            for answer, tokens in self._answers(group):
+                if isinstance(answer, SIEError):
+                    outcomes.append(Failed(answer.info()))
                     continue
-                outputs = {"dense": ArraySlice("<f4", (vectors.shape[1],), offset)}
-                outcomes.append(Ok(outputs, tokens=int(self._items.lengths[item])))
-                blocks.append(vectors[row].tobytes())
-                offset += vectors[row].nbytes
+                outputs = {}
+                for name, array in answer.arrays.items():
+                    outputs[name] = ArraySlice(array.dtype.str, array.shape, offset)
+                    blocks.append(array.tobytes())
+                    offset += array.nbytes
+                outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
         return outcomes, blocks
 
-    def _finish_group(self, group: EpilogueGroup) -> tuple[np.ndarray, np.ndarray]:
-        rows = slice(group.start, group.stop)
-        vectors, usable = finish(self._pooled[rows], group.dimensions, normalize=group.normalize)
-        kept = usable.cpu().numpy()
-        doubtful = [group.start + row for row in np.flatnonzero(~kept) if group.start + row not in self._errors]
-        if doubtful and len(self._items.lengths) > 1:
-            for item in doubtful:  # alone: a mate's overflow may be what was seen
-                self._forward(np.array([item], np.int64))
-            vectors, usable = finish(self._pooled[rows], group.dimensions, normalize=group.normalize)
-            kept = usable.cpu().numpy()
-        return np.ascontiguousarray(vectors.cpu().numpy(), "<f4"), kept
+    def _answers(self, group: Group) -> list[tuple[Answer | SIEError, int]]:
+        """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first input."""
+        shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
+        first = group.start + len(shared)
+        due = group.due - len(shared) if group.inputs < 0 else group.due
+        each = (group.stop - first) // due if due else 0
+        if due * each != group.stop - first or (due and not each):
+            raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
+        units = [list(range(first + unit * each, first + (unit + 1) * each)) for unit in range(due)]
+        faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
+        good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
+        answers = iter(self._made(group, shared, good))
+        found: list[tuple[Answer | SIEError, int]] = []
+        for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
+            tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
+            found.append((fault if fault is not None else next(answers), tokens))
+        return found
+
+    def _made(self, group: Group, shared: list[int], units: list[list[int]]) -> Answers:
+        if not units:
+            return []
+        places = [row for unit in units for row in unit]
+        heads = self._model.heads_for(self._message.operation, group.options)
+        query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
+        try:
+            rows = {head: [self._rows[head][row] for row in places] for head in heads}
+            answers = self._model.answer(self._message, group, query, rows, places)
+        except SIEError as error:
+            return [error] * len(units)
+        if len(answers) != len(units):
+            raise InternalFailure(f"the family gave {len(answers)} answers for {len(units)} inputs", reason="wrong_length")
+        return answers
 
 
-def _unfit(batch: Items, encoder: Encoder) -> dict[int, SIEError]:
-    """Items that must not reach the device: an id out of range would end its context, a length out of range would read foreign rows."""
+def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
+    """Rows that must not reach the device: an id out of range would end its context, a length out of range would read foreign rows."""
     low, high = batch.extremes()
-    wrong = (batch.lengths < 1) | (batch.lengths > encoder.max_tokens) | (low < 0) | (high >= encoder.vocabulary)
+    wrong = (batch.lengths > model.max_tokens) | (low < 0) | (high >= model.vocabulary)
     errors: dict[int, SIEError] = {}
     for item in np.flatnonzero(wrong).tolist():
         length = int(batch.lengths[item])
-        if not 1 <= length <= encoder.max_tokens:
-            reason = "no_tokens" if length < 1 else "too_long"
-            errors[item] = InvalidInput(f"expected 1 to {encoder.max_tokens} tokens, got {length}", reason=reason)
+        if length > model.max_tokens:
+            errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            errors[item] = InvalidInput(f"a token id is not within the vocabulary of {encoder.vocabulary}", reason="token_out_of_range")
+            errors[item] = InvalidInput(f"a token id is not within the vocabulary of {model.vocabulary}", reason="token_out_of_range")
     return errors
 
 
-def _check_groups(groups: tuple[EpilogueGroup, ...], count: int) -> None:
+def check_groups(groups: tuple[Group, ...], count: int) -> None:
+    """Raises InternalFailure unless the groups cover `count` rows in order."""
     ends = [0, *(group.stop for group in groups)]
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
-        raise InternalFailure(f"the epilogue groups do not cover the {count} items in order", reason="malformed_batch")
-
-
-def _fault(group: EpilogueGroup, width: int, *, usable: bool) -> SIEError | None:
-    unknown = [name for name in group.outputs if name != "dense"]
-    if unknown or not group.outputs:
-        return InvalidInput("expected the output dense", reason="unsupported_output")
-    if not 0 <= group.dimensions <= width:
-        return InvalidInput(f"dimensions: expected at most {width}, got {group.dimensions}", reason="bad_dimensions")
-    if not usable:
-        return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
-    return None
+        raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:

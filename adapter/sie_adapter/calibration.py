@@ -25,9 +25,11 @@ class KernelTable:
     whole: Kernel | None = None
 
     def layout(self, packed: Packed) -> Int64:
-        """The layout that the attention op reads, [groups, 4]: first token, sequences, (longest) length, kernel."""
-        if self.whole is not None:
-            return np.array([[0, len(packed.order), packed.groups[-1, 2], self.whole]], np.int64)
+        """The layout that the attention op reads, [groups, 5]: first token, sequences, (longest) length, visible tokens, kernel."""
+        # the kernels for all sequences at once count windows from the last token, which is wrong where only the first ones are visible
+        if self.whole is not None and packed.visible is None:
+            longest = packed.groups[-1, 2]
+            return np.array([[0, len(packed.order), longest, longest, self.whole]], np.int64)
         buckets = np.minimum(np.searchsorted(_LENGTHS, packed.groups[:, 2]), len(_LENGTHS) - 1)
         kernels = np.asarray([self.alone, self.grouped], np.int64)[(packed.groups[:, 1] > 1).astype(np.int64), buckets]
         return np.column_stack([packed.groups, kernels])
@@ -35,8 +37,9 @@ class KernelTable:
 
 def uniform(kernel: Kernel) -> KernelTable:
     """A table that always says `kernel`."""
-    kernels = (kernel,) * len(_LENGTHS)
-    return KernelTable(kernels, kernels, kernel if kernel >= Kernel.VARLEN else None)
+    whole = kernel if kernel >= Kernel.VARLEN else None
+    kernels = (Kernel.SDPA if whole else kernel,) * len(_LENGTHS)
+    return KernelTable(kernels, kernels, whole)
 
 
 def measure(heads: int, key_heads: int, width: int, dtype: torch.dtype) -> KernelTable:
@@ -58,7 +61,7 @@ def _time(kernel: Kernel, length: int, sequences: int, heads: int, key_heads: in
     query = torch.randn(tokens, heads, width, dtype=torch.float32).to(dtype)
     key = torch.randn(tokens, key_heads, width, dtype=torch.float32).to(dtype)
     bounds = torch.arange(0, tokens + 1, length, dtype=torch.int32)
-    layout = torch.tensor([[0, sequences, length, kernel]])
+    layout = torch.tensor([[0, sequences, length, length, kernel]])
     times = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()

@@ -8,14 +8,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal
-from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.lanes import Lanes
+from sie_adapter.raw import run_raw
 from sie_adapter.loading import Loader
 from sie_adapter.residency import Residency
 from sie_adapter.weights import WeightSources
@@ -56,7 +57,7 @@ class Engine:
         self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
         self._log_choices(settings)
 
-    def _load(self, resolved: Resolved) -> TextEncoder:
+    def _load(self, resolved: Resolved) -> Any:
         try:
             return self.loader.load(resolved)
         except Exception as error:
@@ -73,8 +74,11 @@ class Engine:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
         try:
             with self.residency.use(message.model) as resident:
-                pooling = resident.resolved.run.pooling or resident.weights.stored_pooling
-                return BatchRun(resident.weights, self.device, message, pooling).run()
+                weights = resident.weights
+                rows = weights.rows.get(message.operation)
+                if rows is not None and rows.layout == "raw":
+                    return run_raw(weights, message)
+                return BatchRun(weights, self.device, message).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:

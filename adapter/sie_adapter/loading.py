@@ -1,23 +1,23 @@
 """From a resolved catalogue entry to a loaded family.
 
-entry ──► folder of its weights ──► modules.json understood? ──► family ──► Loaded
+entry ──► folder of its weights ──► family ──► Loaded
+
+A family that is not named here may come from another distribution: an entry point of the group `sie.adapters` with the family's name.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
+import importlib.metadata
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from sie_adapter import device as devices
 from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
-from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.heads.pooling import POOLINGS
 from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Precision, Resolved
 from sie_contracts.errors import SIEError
@@ -25,9 +25,28 @@ from sie_contracts.settings import Settings
 
 _logger = logging.getLogger("sie.adapter")
 
-FAMILIES = {"text-encoder": TextEncoder}
-_MODULES = {"Transformer", "Pooling", "Normalize"}
-_POOLING_KEYS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+# imported when first used: each brings its own library
+FAMILIES = {
+    **dict.fromkeys(
+        ("text-encoder", "cross-encoder", "decoder-reranker", "zero-shot-classifier", "token-classifier"),
+        "sie_adapter.families.text_encoder:TextEncoder",
+    ),
+    "gliner": "sie_adapter.families.gliner:GlinerModel",
+    "gliclass": "sie_adapter.families.gliclass:GliclassModel",
+}
+ENTRY_POINTS = "sie.adapters"
+
+
+def family_of(name: str) -> Any:
+    """The class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is missing."""
+    if path := FAMILIES.get(name):
+        module, _, attribute = path.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    found = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name in found:
+        return found[name].load()
+    known = ", ".join([*FAMILIES, *sorted(found)])
+    raise load_failed("INCOMPATIBLE", f"this adapter has no family {name}, it has {known}; a package adds one by the entry point {ENTRY_POINTS}")
 
 
 @dataclass(frozen=True)
@@ -46,15 +65,15 @@ class Loader:
         facts = devices.attention_facts(self.device, dtype)
         return Compute(self.device, dtype, *devices.resolve_attention(self.settings.attention_backend, facts), facts)
 
-    def load(self, resolved: Resolved) -> TextEncoder:
+    def load(self, resolved: Resolved) -> Any:
         """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
         entry = resolved.entry
-        family = FAMILIES.get(entry.family)
-        if family is None:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: this adapter has no family {entry.family}, it has {', '.join(FAMILIES)}")
-        folder = self.sources.folder(entry)
+        if entry.unproven and not resolved.load.accept_unproven:
+            raise load_failed("CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same")
         try:
-            return family(folder, entry, resolved.load, self.compute(resolved.load.precision), stored_pooling(folder))
+            family = family_of(entry.family)
+            folder = self.sources.folder(entry)
+            return family(folder, entry, resolved.load, self.compute(resolved.load.precision))
         except SIEError:
             raise
         except ImportError as error:
@@ -66,22 +85,3 @@ class Loader:
             if is_out_of_memory(error):
                 raise load_failed("OOM", f"{entry.id}: the device has too little memory for its weights") from error
             raise load_failed("UNKNOWN", f"{entry.id}: {type(error).__name__}: {error}") from error
-
-
-def stored_pooling(folder: Path) -> str:
-    """The pooling that the model's own sentence-transformers files name; empty without them. Raises ModelLoadFailed for unknown modules."""
-    modules = folder / "modules.json"
-    if not modules.is_file():
-        return ""
-    pooling = ""
-    for module in json.loads(modules.read_text()):
-        kind = module["type"].rpartition(".")[2]
-        if kind not in _MODULES:
-            raise load_failed("INCOMPATIBLE", f"modules.json lists a {kind}, which this adapter would leave out")
-        if kind == "Pooling":
-            config = json.loads((folder / module["path"] / "config.json").read_text())
-            named = [_POOLING_KEYS.get(key, key) for key, on in config.items() if key.startswith("pooling_mode") and on is True]
-            pooling = config.get("pooling_mode") or "+".join(named)
-    if pooling and pooling not in POOLINGS:
-        raise load_failed("INCOMPATIBLE", f"the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}")
-    return pooling

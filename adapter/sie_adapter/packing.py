@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+UInt8 = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -23,10 +24,16 @@ class MalformedBatch(Exception):
 
 @dataclass(frozen=True)
 class Items:
-    """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths]."""
+    """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
+
+    `types`: token types, [sum of lengths], None if all are 0. `visible`: how many tokens of each item, from its first on, are attended to,
+    [items], None for all of them.
+    """
 
     lengths: Int64
     ids: Int32
+    types: UInt8 | None = None
+    visible: Int64 | None = None
 
     @cached_property
     def starts(self) -> Int64:
@@ -43,16 +50,28 @@ class Items:
         return low, high
 
 
-def items(lengths: bytes, ids: bytes) -> Items:
+def items(lengths: bytes, ids: bytes, types: bytes = b"") -> Items:
     """Decode a batch. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
         raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
     if counts.size and counts.min() < 0:
         raise MalformedBatch("a length is negative")
-    if int(counts.sum()) * 4 != len(ids):
-        raise MalformedBatch(f"lengths add up to {int(counts.sum())} tokens, {len(ids) // 4} ids came")
-    return Items(counts, np.frombuffer(ids, "<i4"))
+    tokens = int(counts.sum())
+    if tokens * 4 != len(ids):
+        raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(ids) // 4} ids came")
+    if types and len(types) != tokens:
+        raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
+    return Items(counts, np.frombuffer(ids, "<i4"), np.frombuffer(types, np.uint8) if types else None)
+
+
+def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
+    """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is seen if `attended`."""
+    lengths = np.maximum(batch.lengths, wanted)
+    ids = np.full(int(lengths.sum()), filler, np.int32)
+    within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)
+    ids[np.repeat(np.cumsum(lengths) - lengths, batch.lengths) + within] = batch.ids
+    return Items(lengths, ids, None, None if attended else batch.lengths)
 
 
 @dataclass(frozen=True)
@@ -73,8 +92,10 @@ class Packed:
     ids: Int64  # [tokens]
     positions: Int64  # [tokens]
     bounds: Int32  # [sequences + 1], first token of each sequence, then the end
-    groups: Int64  # [groups, 3]: first token, sequences, length
+    groups: Int64  # [groups, 4]: first token, sequences, length, visible tokens
     order: Int64  # [sequences]
+    types: UInt8 | None = None  # [tokens]
+    visible: Int64 | None = None  # [sequences], None if every token is attended to
 
     @property
     def lengths(self) -> Int64:
@@ -83,19 +104,27 @@ class Packed:
 
 def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
     """Lay out the `chosen` items (indices into the batch, each of at least one token)."""
-    order = chosen[np.argsort(batch.lengths[chosen], kind="stable")]
+    if batch.visible is None:
+        order = chosen[np.argsort(batch.lengths[chosen], kind="stable")]
+        visible = batch.lengths[order]
+    else:
+        order = chosen[np.lexsort((batch.visible[chosen], batch.lengths[chosen]))]
+        visible = batch.visible[order]
     lengths = batch.lengths[order]
     ends = np.cumsum(lengths)
     starts = ends - lengths
     tokens = np.arange(int(ends[-1]) if len(ends) else 0)
     within = tokens - np.repeat(starts, lengths)
-    ids = batch.ids[np.repeat(batch.starts[order], lengths) + within].astype(np.int64)
-    firsts = np.flatnonzero(np.diff(lengths, prepend=-1))
-    groups = np.stack([starts[firsts], np.diff(firsts, append=len(lengths)), lengths[firsts]], axis=1)
+    source = np.repeat(batch.starts[order], lengths) + within
+    ids = batch.ids[source].astype(np.int64)
+    firsts = np.flatnonzero((np.diff(lengths, prepend=-1) != 0) | (np.diff(visible, prepend=-1) != 0))
+    groups = np.stack([starts[firsts], np.diff(firsts, append=len(lengths)), lengths[firsts], visible[firsts]], axis=1)
     positions = within + numbering.first
     if numbering.pad is not None and (ids == numbering.pad).any():
         positions = _positions_around_pads(ids, numbering, starts, lengths)
-    return Packed(ids, positions, np.concatenate([[0], ends]).astype(np.int32), groups, order)
+    bounds = np.concatenate([[0], ends]).astype(np.int32)
+    types = None if batch.types is None else batch.types[source]
+    return Packed(ids, positions, bounds, groups, order, types, None if batch.visible is None else visible)
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

@@ -13,30 +13,30 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from sie_adapter.batch import Encoder
 from sie_adapter.device import Memory
 from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, fingerprint
 from sie_contracts.errors import ModelLoading
-from sie_contracts.ipc import LoadedModel
+from sie_contracts.ipc import LoadedModel, Rows
 
 _logger = logging.getLogger("sie.adapter")
 
 
-class Weights(Encoder, Protocol):
-    """What residency needs of a loaded family, beyond running it."""
+class Weights(Protocol):
+    """What the process needs of a loaded family, beyond running it."""
 
     tokenizer: bytes
     memory_bytes: int
     attention: str
     precision: str
-    stored_pooling: str
+    max_tokens: int
+    rows: Mapping[str, Rows]
 
 
 @dataclass

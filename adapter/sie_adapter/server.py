@@ -142,7 +142,7 @@ class Server:
                 resident, evicted = residency.ensure(request.model, parse_entry(request.entry), request.profile, request.evictable)
                 weights = resident.weights
                 loaded = resident.describe(time.monotonic())
-                return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, round(resident.load_s, 3), evicted)
+                return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, dict(weights.rows), round(resident.load_s, 3), evicted)
             case ipc.Release():
                 residency.release(request.model)
             case ipc.ApplyConfig():

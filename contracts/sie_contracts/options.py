@@ -8,25 +8,50 @@ No other code merges options, so every route and path executes the same set.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, RunDefaults
+from sie_contracts import muvera
+from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import RunOptions, Truncate
+from sie_contracts.messages import Operation, RunOptions, Truncate
+from sie_contracts.muvera import Muvera
 
+MAX_LABELS = 1000
+DTYPES = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+# what a score of a model with several outputs is computed from
+SCORE_MODES = {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("multivector",), "hybrid": ("dense", "sparse", "multivector")}
+LORA_FAMILIES = frozenset({"text-encoder", "cross-encoder"})
+# the options that only one family reads; a family that is not here checks its own
+PARAMETERS = {
+    "text-encoder": frozenset({"score_mode", "score_weights"}),
+    "cross-encoder": frozenset[str](),
+    "decoder-reranker": frozenset[str](),
+    "token-classifier": frozenset({"threshold"}),
+    "zero-shot-classifier": frozenset({"threshold", "multi_label", "hypothesis_template"}),
+    "gliner": frozenset({"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}),
+    "gliclass": frozenset({"threshold", "multi_label"}),
+}
+_NEED_LABELS = frozenset({"zero-shot-classifier", "gliner", "gliclass"})
+_EVERYWHERE = frozenset({
+    "profile", "lora_id", "lora", "on_item_error", "timing", "truncate", "max_seq_length", "is_query", "input_type", "instruction",
+    "default_instruction", "query_template", "doc_template",
+})  # fmt: skip
+_USED: dict[str, frozenset[str]] = {
+    "encode": _EVERYWHERE | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera"},
+    "score": _EVERYWHERE,
+    "extract": _EVERYWHERE | {"labels", "output_schema"},
+}
+_DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
-_POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last"}
+_POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last", "weighted": "weighted"}
 
 
 class _Parameters:
     """The four levels at which a client may write a parameter, in order of precedence; null and [] mean unset."""
 
-    KNOWN = frozenset({
-        "output_types", "output_dtype", "is_query", "input_type", "instruction", "dimensions", "normalize", "truncate", "profile",
-        "on_item_error", "pooling", "max_seq_length", "timing",
-    })  # fmt: skip
     TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 
     def __init__(self, body: Mapping[str, Any]) -> None:
@@ -45,14 +70,19 @@ class _Parameters:
                 return prefix + name, value
         return name, None
 
-    def unknown(self) -> list[str]:
-        skipped = self.TOP_LEVEL
+    def unused(self, used: frozenset[str]) -> list[str]:
+        """The paths of parameters that mean nothing to this model on this route."""
         return [
             prefix + str(name)[:64]
             for prefix, level in self.levels
             for name in level
-            if name not in self.KNOWN and not (name in skipped and prefix in ("", "params."))
+            if name not in used and not (name in self.TOP_LEVEL and prefix in ("", "params."))
         ]
+
+    def foreign(self) -> frozenset[str]:
+        """All names that no route knows."""
+        known = self.TOP_LEVEL.union(*_USED.values())
+        return frozenset(str(name) for _, level in self.levels for name in level) - known
 
 
 def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
@@ -85,52 +115,139 @@ class RequestOptions:
     warnings: tuple[str, ...] = ()
 
 
-def run_options(resolved: Resolved, body: Mapping[str, Any], *, strict: bool = False) -> tuple[Resolved, RequestOptions]:
+def run_options(
+    resolved: Resolved, body: Mapping[str, Any], operation: Operation = "encode", *, strict: bool = False
+) -> tuple[Resolved, RequestOptions]:
     """Merge the request's parameters over the profile's and the model's, and check each against the entry.
 
     Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
     """
     given = _Parameters(body)
-    entry = resolved.entry
     resolved = _chosen_profile(resolved, *given.get("profile"))
-    defaults = resolved.run
-
-    path, value = given.get("output_types")
-    outputs = tuple(defaults.output_types or (("dense",) if "dense" in entry.outputs else tuple(entry.outputs)[:1]))
-    if value is not None:
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise _bad(path, value, "a list of output names")
-        outputs = tuple(dict.fromkeys(value))
-    for name in outputs:
-        if name not in entry.outputs:
-            raise InvalidInput(
-                f"{path}: {entry.id} has no such output, it has {', '.join(entry.outputs)}", reason="unsupported_output", param=path
-            )
-
-    path, value = given.get("output_dtype")
-    if value is not None and value != "float32":
-        raise InvalidInput(f"{path}: expected one of float32", reason="unsupported_dtype", param=path)
-
-    normalize = _boolean(*given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True)
-    prefix, suffix = _prompt(entry, defaults, given)
-    run = RunOptions(
-        outputs=outputs,
-        prefix=prefix,
-        suffix=suffix,
-        truncate=_truncate(*given.get("truncate")),
-        pooling=_one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
-        normalize=normalize,
-        dimensions=_dimensions(entry, defaults, *given.get("dimensions")),
-        max_tokens=_max_tokens(entry, *given.get("max_seq_length")),
-        lora=defaults.lora or "",
-    )
+    entry, defaults = resolved.entry, resolved.run
+    if operation not in entry.tasks:
+        raise InvalidInput(f"{entry.id} does not {operation}, it does {', '.join(entry.tasks)}", reason="unsupported_task", param="model")
+    common = {
+        "truncate": _truncate(*given.get("truncate")),
+        "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
+        "lora": _lora(entry, defaults, given),
+        "instruction": _text(*given.get("instruction")) or defaults.instruction or "",
+        "parameters": _family_parameters(entry, defaults, given),
+    }
+    merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
+    run = RunOptions(**{**common, **merge(entry, defaults, given)})
     on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
     timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unknown = given.unknown()
-    if unknown and strict:
-        raise InvalidInput(f"{unknown[0]}: no such option", reason="unknown_option", param=unknown[0])
-    warnings = tuple(f"{name}: ignored, no such option" for name in unknown[:20])
+    unused = given.unused(_USED[operation] | PARAMETERS.get(entry.family, frozenset()))
+    if unused and strict:
+        raise InvalidInput(f"{unused[0]}: no such option of {entry.id} here", reason="unknown_option", param=unused[0])
+    warnings = tuple(f"{name}: ignored, no such option of {entry.id} here" for name in unused[:20])
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
+
+
+def _encode(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+    muvera = _muvera(entry, defaults, *given.get("muvera"))
+    outputs = _outputs(entry, defaults, *given.get("output_types"), muvera=muvera is not None)
+    path, value = given.get("output_dtype")
+    dtype = _one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
+    is_query = _is_query(defaults, given)
+    prefix, suffix = _prompt(entry, defaults, given, is_query=is_query)
+    return {
+        "outputs": outputs, "prefix": prefix, "suffix": suffix, "dtype": dtype, "is_query": is_query, "muvera": muvera,
+        "pooling": _one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
+        "normalize": _boolean(*given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True),
+        "dimensions": _dimensions(entry, defaults, *given.get("dimensions")),
+    }  # fmt: skip
+
+
+def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+    if entry.pair:
+        instruction = _instruction(entry, defaults, given)
+        return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in entry.pair)}
+    if entry.family != "text-encoder":
+        return {"outputs": ()}
+    mode = _family_parameters(entry, defaults, given).get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
+    outputs = SCORE_MODES[mode]
+    if missing := [name for name in outputs if name not in entry.outputs]:
+        raise InvalidInput(f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode")
+    prefix, suffix = _prompt(entry, defaults, given, is_query=False)
+    query_prefix, query_suffix = _prompt(entry, defaults, given, is_query=True)
+    return {
+        "outputs": outputs, "prefix": prefix, "suffix": suffix, "query_prefix": query_prefix, "query_suffix": query_suffix,
+        "pooling": defaults.pooling or "",
+    }  # fmt: skip
+
+
+def _extract(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+    path, labels = given.get("labels")
+    if labels is None and entry.family in _NEED_LABELS:
+        raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
+    if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)):
+        raise _bad(path, labels, "a list of strings that are not empty")
+    if labels is not None and len(labels) > MAX_LABELS:
+        raise InvalidInput(f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path)
+    path, schema = given.get("output_schema")
+    if schema is not None:
+        raise InvalidInput(f"{path}: {entry.id} takes no schema", reason="output_schema_unsupported", param=path)
+    threshold = _family_parameters(entry, defaults, given).get("threshold")
+    return {"outputs": (), "labels": tuple(labels or ()), "threshold": threshold}
+
+
+def _family_parameters(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+    """The options that only this family reads. A family of somebody else's checks its own."""
+    found = dict(defaults.parameters or {})
+    for name in PARAMETERS.get(entry.family, given.foreign()):
+        path, value = given.get(name)
+        if value is not None:
+            found[name] = _CHECKS[name](path, value) if name in _CHECKS else value
+    return found
+
+
+def _cut(piece: str, instruction: str) -> tuple[str, ...]:
+    """A piece of a pair template as literal text, then field and literal text in turn, so that braces in an instruction mean nothing."""
+    parts = re.split(r"\{(query|document)\}", piece)
+    return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
+
+
+def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *, muvera: bool) -> tuple[str, ...]:
+    vectors = [name for name in VECTORS if name in entry.outputs]
+    allowed = ["dense", *(name for name in vectors if name != "dense")] if muvera else vectors
+    if value is None:
+        return ("dense",) if muvera else tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise _bad(path, value, "a list of output names")
+    for name in value:
+        if name not in allowed:
+            raise InvalidInput(
+                f"{path}: {entry.id} has no such output, it has {', '.join(allowed)}", reason="unsupported_output", param=path
+            )
+    return tuple(dict.fromkeys(value))
+
+
+def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> Muvera | None:
+    wanted = defaults.muvera if value is None else value
+    if wanted is None or wanted is False:
+        return None
+    if "multivector" not in entry.outputs:
+        raise InvalidInput(f"{path}: {entry.id} has no multivectors to encode", reason="muvera_unsupported", param=path)
+    chosen = muvera.parse(entry.head.muvera or True, None, "head.muvera")
+    for where, layer in (("muvera", defaults.muvera), (path, value)):
+        if isinstance(layer, dict):
+            chosen = muvera.parse(layer, chosen, where)
+    if not isinstance(wanted, bool | dict):
+        raise _bad(path, wanted, "true, false or a map")
+    chosen.width(entry.outputs["multivector"], path)
+    return chosen
+
+
+def _lora(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
+    (path, first), (alias, second) = given.get("lora_id"), given.get("lora")
+    if first is not None and second is not None and first != second:
+        raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
+    name = _text(path, first) or _text(alias, second) or defaults.lora or ""
+    if name and entry.family not in LORA_FAMILIES:
+        raise InvalidInput(f"{path}: {entry.id} takes no LoRA", reason="lora_unsupported", param=path)
+    return name
 
 
 def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
@@ -148,7 +265,13 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     return Catalogue.resolve_profile(resolved.entry, value, resolved.requested)
 
 
-def _boolean(path: str, value: Any, *, default: bool) -> bool:
+def _text(path: str, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise _bad(path, value, "a string")
+    return value or ""
+
+
+def _boolean(path: str, value: Any, *, default: bool = False) -> bool:
     if value is None:
         return default
     if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
@@ -156,11 +279,11 @@ def _boolean(path: str, value: Any, *, default: bool) -> bool:
     raise _bad(path, value, "true or false")
 
 
-def _one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str) -> str:
+def _one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str, reason: str = "schema") -> str:
     if value is None:
         return default
     if not isinstance(value, str) or value not in choices:
-        raise _bad(path, value, f"one of {', '.join(choices)}")
+        raise _bad(path, value, f"one of {', '.join(choices)}", reason)
     return choices[value]
 
 
@@ -170,6 +293,29 @@ def _integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise _bad(path, value, expected)
     return int(value)
+
+
+def _number(path: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _bad(path, value, "a finite number")
+    return float(value)
+
+
+def _weights(path: str, value: Any) -> dict[str, float]:
+    names = ("dense", "sparse", "colbert")
+    if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
+        raise _bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
+    found = {name: _number(f"{path}.{name}", weight) for name, weight in value.items()}
+    for name, weight in found.items():
+        if weight < 0:
+            raise _bad(f"{path}.{name}", weight, "at least 0")
+    return found
+
+
+def _hypothesis(path: str, value: Any) -> str:
+    if not isinstance(value, str) or value.count("{}") != 1:
+        raise _bad(path, value, "a string with {} in the place of the label")
+    return value
 
 
 def _truncate(path: str, value: Any) -> Truncate:
@@ -187,15 +333,13 @@ def _truncate(path: str, value: Any) -> Truncate:
 def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> int:
     if value is None:
         return 0
-    native = entry.outputs.get("dense", 0)
+    native = entry.outputs.get("dense", 0) or entry.outputs.get("multivector", 0)
     allowed = sorted({native, *(defaults.dimensions or ())} - {0})
     if isinstance(value, float) and (math.isnan(value) or math.isinf(value)):
         raise _bad(path, value, "a whole number")
     width = _integer(path, value, "a whole number", 1, 1 << 20)
     if width not in allowed:
-        raise InvalidInput(
-            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}", reason="bad_dimensions", param=path
-        )
+        raise InvalidInput(f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}", reason="bad_dimensions", param=path)
     return 0 if width == native else width
 
 
@@ -203,21 +347,32 @@ def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
     return 0 if value is None else _integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
 
 
-def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> tuple[str, str]:
+def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
+    kind = _text(*given.get("input_type"))
+    return _boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
+
+
+def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
+    fallback = _text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
+    return _text(*given.get("instruction")) or defaults.instruction or fallback
+
+
+def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool) -> tuple[str, str]:
     """What stands before and after the text. The template is cut at its own `{text}` first, so braces of a client mean nothing."""
-    path, kind = given.get("input_type")
-    if kind is not None and not isinstance(kind, str):
-        raise _bad(path, kind, "a string")
-    is_query = _boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind is not None else bool(defaults.is_query))
-    path, instruction = given.get("instruction")
-    if instruction is not None and not isinstance(instruction, str):
-        raise _bad(path, instruction, "a string")
-    template = entry.prompts.get("query" if is_query else "document", "{text}")
-    before, _, after = template.partition("{text}")
-    chosen = instruction or defaults.instruction
+    path, own = given.get("query_template" if is_query else "doc_template")
+    template = _text(path, own) or entry.prompts.get("query" if is_query else "document", "{text}")
+    before, field, after = template.partition("{text}")
+    if not field:
+        raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)
     if "{instruction}" in template:
-        filled = chosen or entry.prompts.get("default_instruction", "")
+        filled = _instruction(entry, defaults, given)
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
-    if template == "{text}" and chosen:
-        return f"{chosen} ", ""
-    return before, after
+    chosen = _text(*given.get("instruction")) or defaults.instruction or _text(*given.get("default_instruction"))
+    return (f"{chosen} ", "") if template == "{text}" and chosen else (before, after)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "threshold": _number, "flat_ner": _boolean, "multi_label": _boolean, "merge_adjacent_entities": _boolean,
+    "precompute_labels": _boolean, "hypothesis_template": _hypothesis, "score_weights": _weights,
+    "score_mode": lambda path, value: _one_of(path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"),
+}  # fmt: skip

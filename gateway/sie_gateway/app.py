@@ -27,6 +27,7 @@ from sie_contracts.errors import (
     SIEError,
     envelope,
 )
+from sie_contracts.messages import Operation
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, reply
 from sie_contracts.settings import Settings, public_url
@@ -38,7 +39,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.models import model_info, model_list
 
 _logger = logging.getLogger("sie.gateway")
-ENCODE = "/v1/encode/"
+INFERENCE: dict[str, Operation] = {"/v1/encode/": "encode", "/v1/score/": "score", "/v1/extract/": "extract"}
 _PROBES = ("/healthz", "/readyz", "/livez", "/ping")
 
 
@@ -120,32 +121,29 @@ async def read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
             return b"".join(pieces)
 
 
-_INFERENCE_DOCS: dict[str, Any] = {
-    "/v1/encode/{model}": {
+def _document(summary: str, returned: str, example: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: {"type": "array" if isinstance(value, list) else "object"} for name, value in example.items()}
+    schema = {"type": "object", "required": ["items"], "properties": {**fields, "params": {"type": "object"}}}
+    return {
         "post": {
-            "summary": "Vectors of inputs",
+            "summary": summary,
             "parameters": [
                 {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "description": "id[@revision][:profile]"}
             ],
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "required": ["items"],
-                            "properties": {
-                                "items": {"type": "array", "items": {"type": "object", "properties": {"text": {"type": "string"}}}},
-                                "params": {"type": "object"},
-                            },
-                        },
-                        "example": {"items": [{"text": "Hello"}]},
-                    }
-                },
-            },
-            "responses": {"200": {"description": "One slot per input, in order"}},
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": dict(example)}}},
+            "responses": {"200": {"description": returned}},
         }
     }
+
+
+_INFERENCE_DOCS: dict[str, Any] = {
+    "/v1/encode/{model}": _document("Vectors of inputs", "One slot per input, in order", {"items": [{"text": "Hello"}]}),
+    "/v1/score/{model}": _document(
+        "Scores of inputs against a query", "One entry per input, best first", {"query": {"text": "Who?"}, "items": [{"text": "Ada"}]}
+    ),
+    "/v1/extract/{model}": _document(
+        "What is found in inputs", "One slot per input, in order", {"items": [{"text": "Ada met Bob"}], "params": {"labels": ["person"]}}
+    ),
 }
 
 
@@ -262,8 +260,9 @@ class Edge:
 
         try:
             self._admit(scope["method"], path, headers)
-            if path.startswith(ENCODE):
-                await self._encode(call, scope["method"], path.removeprefix(ENCODE), receive, tagged)
+            prefix = next((prefix for prefix in INFERENCE if path.startswith(prefix)), "")
+            if prefix:
+                await self._infer(call, INFERENCE[prefix], scope["method"], path.removeprefix(prefix), receive, tagged)
             else:
                 await self._app(scope, receive, tagged)
         except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
@@ -271,14 +270,14 @@ class Edge:
                 await error_response(error, call)(scope, receive, tagged)
         self._count(path, call, status, time.perf_counter() - received_s)
 
-    async def _encode(self, call: Call, method: str, model: str, receive: Receive, send: Send) -> None:
+    async def _infer(self, call: Call, operation: Operation, method: str, model: str, receive: Receive, send: Send) -> None:
         if method != "POST":
             raise HTTPException(405, headers={"Allow": "POST"})
         inference = self._gateway.inference
         resolved = inference.resolve(model)
         if call.headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidInput("Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding")
-        answer = await inference.encode(call, resolved, functools.partial(read_body, call.headers, receive))
+        answer = await inference.answer(call, operation, resolved, functools.partial(read_body, call.headers, receive))
         await reply(send, 200, answer.body, answer.content_type, answer.headers)
 
     def _admit(self, method: str, path: str, headers: dict[str, str]) -> None:
@@ -297,13 +296,14 @@ class Edge:
         ]
 
     def _count(self, path: str, call: Call, status: int, seconds: float) -> None:
-        endpoint = next((name for name in ("encode", "models", "health") if path.startswith((f"/v1/{name}", f"/{name}"))), "other")
+        names = ("encode", "score", "extract", "models", "health")
+        endpoint = next((name for name in names if path.startswith((f"/v1/{name}", f"/{name}"))), "other")
         profile = call.labels.get("machine_profile", "")
         self._gateway.metrics.requests.labels(endpoint, str(status), profile).inc()
         self._gateway.metrics.latency.labels(endpoint, profile).observe(seconds)
-        if endpoint == "encode":
+        if endpoint in INFERENCE.values():
             _logger.info(
-                "encode %s in %.1f ms", status, seconds * 1000,
+                "%s %s in %.1f ms", endpoint, status, seconds * 1000,
                 extra={"request_id": call.id, "model": call.labels.get("model"), "latency_ms": round(seconds * 1000, 2)},
             )  # fmt: skip
 

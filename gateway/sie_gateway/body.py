@@ -84,6 +84,14 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
     return tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
 
 
+def query(body: Mapping[str, Any]) -> Item:
+    """What the items are scored against. Raises InvalidInput with reason schema."""
+    raw = body.get("query")
+    if raw is None:
+        raise InvalidInput("query: expected a map or a string, got null", reason="schema", param="query")
+    return _item(raw, "query")
+
+
 _MODALITIES = {"images": "image", "document": "document", "audio": "audio", "video": "video", "multivector": "multivector"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
@@ -29,19 +29,25 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
     return min(max_tokens, size_bytes // BYTES_PER_TOKEN + SPECIAL_TOKENS)
 
 
-def split(sizes_bytes: Sequence[int], *, max_tokens: int, item_result_bytes: int, limits: Limits) -> list[Chunk]:
-    """Cut inputs of these sizes into chunks. Each holds at least one input; none is larger than the limits unless it holds just one."""
+def split(
+    sizes_bytes: Sequence[int], *, max_tokens: int, result_bytes: Callable[[int], int], limits: Limits, each_tokens: int = 0
+) -> list[Chunk]:
+    """Cut inputs of these sizes into chunks. Each holds at least one input; none is larger than the limits unless it holds just one.
+
+    `result_bytes` estimates the result of an input of so many tokens; `each_tokens` come to every input, such as those of a query.
+    """
     chunks: list[Chunk] = []
-    start = cost = payload = 0
+    start = cost = payload = result = 0
     for index, size in enumerate(sizes_bytes):
-        tokens = estimated_tokens(size, max_tokens)
-        count = index - start
-        full = cost + tokens > limits.cost or payload + size > limits.payload_bytes or (count + 1) * item_result_bytes > limits.result_bytes
-        if count and full:
+        tokens = min(max_tokens, estimated_tokens(size, max_tokens) + each_tokens)
+        expected = result_bytes(tokens)
+        full = cost + tokens > limits.cost or payload + size > limits.payload_bytes or result + expected > limits.result_bytes
+        if index > start and full:
             chunks.append(Chunk(start, index, cost))
-            start, cost, payload = index, 0, 0
+            start, cost, payload, result = index, 0, 0, 0
         cost += tokens
         payload += size
+        result += expected
     if start < len(sizes_bytes):
         chunks.append(Chunk(start, len(sizes_bytes), cost))
     return chunks

@@ -8,6 +8,7 @@ Everything before `publish` refuses at once, in the order of the contract, so no
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,9 +18,9 @@ from typing import Any
 import msgspec
 
 from sie_contracts import topology
-from sie_contracts.catalogue import Resolved
+from sie_contracts.catalogue import ModelEntry, Resolved
 from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, QueueFull, SIEError
-from sie_contracts.messages import Failed, Input, Priority, WorkItem, WorkResult
+from sie_contracts.messages import Failed, Input, Operation, Priority, RunOptions, WorkItem, WorkResult
 from sie_contracts.options import RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
@@ -33,6 +34,8 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.queue import WorkQueue
 
 ITEM_RESULT_OVERHEAD_BYTES = 64
+EXTRACTED_TOKEN_BYTES = 64
+SPARSE_IDS_PER_TOKEN = 32
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -53,6 +56,20 @@ class Answer:
     body: bytes
     content_type: str
     headers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request that was understood."""
+
+    operation: Operation
+    resolved: Resolved
+    options: RequestOptions
+    items: tuple[Item, ...]
+    query: Item | None
+    lane: Lane
+    priority: Priority
+    budget_s: float
 
 
 class FailedRequest(Exception):
@@ -89,8 +106,8 @@ class Inference:
             raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
         return self._feed.catalogue.resolve(spec.removesuffix("/"))
 
-    async def encode(self, call: Call, resolved: Resolved, read: Callable[[], Awaitable[bytes]]) -> Answer:
-        """`POST /v1/encode/{model}`. `resolved` comes first: an unknown model is refused before the body is read.
+    async def answer(self, call: Call, operation: Operation, resolved: Resolved, read: Callable[[], Awaitable[bytes]]) -> Answer:
+        """`POST /v1/{operation}/{model}`. `resolved` comes first: an unknown model is refused before the body is read.
 
         The request counts as in progress from here on, and its budget runs, so that slow uploads are bounded like everything else.
         """
@@ -102,21 +119,22 @@ class Inference:
             )
         self._enter(1)
         try:
-            return await self._encode(call, resolved, await _within(read, budget_s), budget_s)
+            return await self._answer(call, operation, resolved, await _within(read, budget_s), budget_s)
         finally:
             self._enter(-1)
 
-    async def _encode(self, call: Call, resolved: Resolved, raw: bytes, budget_s: float) -> Answer:
+    async def _answer(self, call: Call, operation: Operation, resolved: Resolved, raw: bytes, budget_s: float) -> Answer:
         headers = call.headers
         is_msgpack = "msgpack" in headers.get("content-type", "")
         body = bodies.decode(raw, msgpack=is_msgpack)
         items = bodies.items(body, limit=self._settings.max_items_per_request)
-        resolved, options = run_options(resolved, body, strict=headers.get("x-sie-strict", "").lower() == "true")
+        query = bodies.query(body) if operation == "score" else None
+        resolved, options = run_options(resolved, body, operation, strict=headers.get("x-sie-strict", "").lower() == "true")
         lane = self._lane(headers, resolved)
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        priority = self._priority(headers)
-        done = await self._run(call, resolved, options, items, lane, priority, budget_s)
-        return self._encode_answer(call, resolved, options, items, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
+        request = _Request(operation, resolved, options, items, query, lane, self._priority(headers), budget_s)
+        done = await self._run(call, request)
+        return self._reply(call, request, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
 
     def _enter(self, change: int) -> None:
         self.in_progress += change
@@ -157,39 +175,40 @@ class Inference:
             raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
 
-    async def _run(
-        self,
-        call: Call,
-        resolved: Resolved,
-        options: RequestOptions,
-        items: tuple[Item, ...],
-        lane: Lane,
-        priority: Priority,
-        budget_s: float,
-    ) -> _Collected:
+    async def _run(self, call: Call, request: _Request) -> _Collected:
         """Publish what can run, wait for all of it, put it beside what could not."""
-        refused = {index: failure for index, item in enumerate(items) if (failure := _unusable(item, resolved)) is not None}
-        runnable = [(index, item.text) for index, item in enumerate(items) if index not in refused and item.text is not None]
-        collected = _Collected(len(items), refused)
+        resolved, run, lane, budget_s = request.resolved, request.options.run, request.lane, request.budget_s
+        bad_query = None if request.query is None else _unusable(request.query, resolved)
+        if bad_query is not None:
+            raise InvalidInput(f"query: {bad_query.error.message}", reason=bad_query.error.reason, param="query")
+        refused = {index: failure for index, item in enumerate(request.items) if (failure := _unusable(item, resolved)) is not None}
+        runnable = [(index, item.text) for index, item in enumerate(request.items) if index not in refused and item.text is not None]
+        collected = _Collected(len(request.items), refused)
         if not runnable:
             return collected
-        payload_bytes = self._queue.payload_bytes - len((options.run.prefix + options.run.suffix).encode())
+        query = request.query.text if request.query else None
+        # what every message of the request repeats, beside its inputs
+        shared = (run.prefix, run.suffix, run.query_prefix, run.instruction, *run.labels, *(part for piece in run.pieces for part in piece))
+        payload_bytes = self._queue.payload_bytes - sum(len(text.encode()) for text in (*shared, query or ""))
         if payload_bytes < self._queue.payload_bytes // 2:
             limit = self._queue.payload_bytes // 2
-            raise PayloadTooLarge(f"instruction: at most {limit} bytes are allowed", param="instruction", extras={"limit": limit})
+            name = "query" if query else "labels" if run.labels else "instruction"
+            raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
         sizes = bodies.sizes([text for _, text in runnable], limit=payload_bytes)
-        width = sum(resolved.entry.outputs[name] for name in options.run.outputs)
         limits = chunk.Limits(self._settings.chunk_cost, payload_bytes, self._queue.payload_bytes)
+        max_tokens = resolved.entry.max_tokens
         chunks = chunk.split(
-            sizes, max_tokens=resolved.entry.max_tokens, item_result_bytes=4 * width + ITEM_RESULT_OVERHEAD_BYTES, limits=limits
-        )
+            sizes, max_tokens=max_tokens, result_bytes=functools.partial(_result_bytes, request.operation, resolved.entry, run),
+            limits=limits, each_tokens=chunk.estimated_tokens(len(query), max_tokens) if query else 0,
+        )  # fmt: skip
         revision = self._feed.catalogue.revisions.get(resolved.entry.id, 0)
         work = [
             WorkItem(
-                request=call.id, chunk=number, model=resolved.entry.id, revision=resolved.entry.revision, operation="encode",
-                inputs=tuple(Input(text) for _, text in runnable[piece.start : piece.stop]), options=options.run,
+                request=call.id, chunk=number, model=resolved.entry.id, revision=resolved.entry.revision, operation=request.operation,
+                inputs=tuple(Input(text) for _, text in runnable[piece.start : piece.stop]), options=run,
                 reply=self._inbox.subject, budget_ms=int(budget_s * 1000), first=piece.start, profile=resolved.profile,
-                config_revision=revision, priority=priority, cost=piece.cost, traceparent=_traceparent(call.headers),
+                config_revision=revision, priority=request.priority, cost=piece.cost, traceparent=_traceparent(call.headers),
+                query=None if query is None else Input(query),
             )
             for number, piece in enumerate(chunks)
         ]  # fmt: skip
@@ -210,32 +229,40 @@ class Inference:
         finally:
             self._inbox.close(collector)
         results = [result for result in collector.results if result is not None]
-        self._metrics.result_wait.labels("encode").observe(collector.last_arrival_s - published_s)
+        self._metrics.result_wait.labels(request.operation).observe(collector.last_arrival_s - published_s)
         collected.take([index for index, _ in runnable], chunks, results)
         collected.wait_ms = (collector.last_arrival_s - published_s) * 1000
         return collected
 
-    def _encode_answer(
-        self, call: Call, resolved: Resolved, options: RequestOptions, items: tuple[Item, ...], done: _Collected, msgpack: bool
-    ) -> Answer:
-        slots, failures = reply.encode_slots(items, done.results, done.positions)
+    def _reply(self, call: Call, request: _Request, done: _Collected, msgpack: bool) -> Answer:
+        resolved, options, items = request.resolved, request.options, request.items
+        outcomes = reply.placed(len(items), done.results, done.positions)
+        failures = reply.failures_of(outcomes)
         failure = reply.failure_of(items, failures, any_fails=options.on_item_error == "fail")
         if failure is not None:
             raise FailedRequest(*failure)
         tokens, truncated = done.usage()
         real = done.worker_results()
+        fingerprint = real[0].fingerprint if real else ""
+        content: dict[str, Any] = {"model": resolved.requested}
+        slots: list[dict[str, Any]] = []
+        if request.operation == "score":
+            if request.query is not None and request.query.id is not None:
+                content["query_id"] = request.query.id
+            content["scores"] = reply.score_entries(items, outcomes)
+        elif request.operation == "extract":
+            content["items"] = reply.extract_slots(items, outcomes)
+        else:
+            slots = content["items"] = reply.encode_slots(items, outcomes, resolved.entry, options.run)
         timing = reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=done.wait_ms, last=done.last)
         if options.item_timing:
             for slot in slots:
                 slot["timing"] = timing
-        fingerprint = real[0].fingerprint if real else ""
-        content: dict[str, Any] = {
-            "model": resolved.requested,
-            "items": slots,
-            "timing": timing,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": truncated},
-            "fingerprint": fingerprint,
-        }
+        content["timing"] = timing
+        content["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": truncated}
+        content["fingerprint"] = fingerprint
+        if options.run.muvera is not None:
+            content["muvera"] = msgspec.to_builtins(options.run.muvera)
         if options.warnings:
             content["warnings"] = list(options.warnings)
         if call.headers.get("x-sie-explain") == "1":
@@ -256,6 +283,19 @@ class Inference:
             **({"X-SIE-Truncated-Items": str(len(truncated))} if truncated else {}),
         }
         return Answer(data, content_type, headers)
+
+
+def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions, tokens: int) -> int:
+    """What the result of an input of so many tokens may take in a message, roughly."""
+    if operation == "extract":
+        return ITEM_RESULT_OVERHEAD_BYTES + EXTRACTED_TOKEN_BYTES * tokens
+    widths = {
+        "dense": run.muvera.width(entry.outputs.get("multivector", 0)) if run.muvera else entry.outputs.get("dense", 0),
+        "sparse": 2 * min(entry.outputs.get("sparse", 0), SPARSE_IDS_PER_TOKEN * tokens),
+        "multivector": tokens * entry.outputs.get("multivector", 0),
+    }
+    values = 0 if operation == "score" else sum(widths[name] for name in run.outputs)
+    return ITEM_RESULT_OVERHEAD_BYTES + 4 * values
 
 
 async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:

@@ -12,12 +12,13 @@ import numpy as np
 import orjson
 
 from sie_contracts import arrays
+from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import AllItemsFailed, ErrorInfo, SIEError
-from sie_contracts.messages import Failed, Ok, WorkResult
+from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_gateway.body import Item
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-_DENSE_DTYPES = {"<f4": "float32", "<f2": "float16", "|i1": "int8", "|u1": "uint8"}
+_EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
 def wants_msgpack(accept: str, body_is_msgpack: bool) -> bool:
@@ -78,27 +79,89 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(piece.shape)
 
 
-def encode_slots(
-    items: Sequence[Item], results: Sequence[WorkResult], places: Sequence[Sequence[int]]
-) -> tuple[list[dict[str, Any]], list[Failed | None]]:
-    """One slot per input, in order, and the failure of each or None. `places` gives the input positions of each result's outcomes."""
-    slots: list[dict[str, Any]] = [{} for _ in items]
-    failures: list[Failed | None] = [None] * len(items)
+Placed = tuple[WorkResult, Outcome]
+
+
+def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
+    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each result's outcomes."""
+    found: dict[int, Placed] = {}
     for result, positions in zip(results, places, strict=True):
         for position, outcome in zip(positions, result.outcomes, strict=True):
-            item = items[position]
-            slot = slots[position]
-            if item.id is not None:
-                slot["id"] = item.id
-            if item.metadata is not None:
-                slot["metadata"] = item.metadata
-            if isinstance(outcome, Failed):
-                failures[position] = outcome
-                slot["error"] = slot_error(outcome.error)
+            found[position] = (result, outcome)
+    return [found[position] for position in range(count)]
+
+
+def failures_of(outcomes: Sequence[Placed]) -> list[Failed | None]:
+    """The failure of each input, or None."""
+    return [outcome if isinstance(outcome, Failed) else None for _, outcome in outcomes]
+
+
+def _echo(item: Item) -> dict[str, Any]:
+    slot: dict[str, Any] = {} if item.id is None else {"id": item.id}
+    if item.metadata is not None:
+        slot["metadata"] = item.metadata
+    return slot
+
+
+def encode_slots(items: Sequence[Item], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions) -> list[dict[str, Any]]:
+    """One slot per input, in order, each with the outputs that were asked for, or its error."""
+    token_dims = run.dimensions or entry.outputs.get("multivector", 0)
+    dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
+    slots = []
+    for item, (result, outcome) in zip(items, outcomes, strict=True):
+        slot = _echo(item)
+        slots.append(slot)
+        if isinstance(outcome, Failed):
+            slot["error"] = slot_error(outcome.error)
+            continue
+        for name in run.outputs:
+            if name == "sparse":
+                indices, values = (array_of(result, outcome, f"sparse.{part}") for part in ("indices", "values"))
+                dtype = "float16" if run.dtype == "float16" else "float32"
+                slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
                 continue
-            values = array_of(result, outcome, "dense")
-            slot["dense"] = {"dims": values.shape[0], "dtype": _DENSE_DTYPES[values.dtype.str], "values": values}
-    return slots, failures
+            values = array_of(result, outcome, name)
+            if name == "dense":
+                slot["dense"] = {"dims": dense_dims, "dtype": run.dtype, "values": values}
+                extras = {key: float(array_of(result, outcome, f"dense.{key}")[0]) for key in _extras(outcome, name)}
+                slot["dense"] |= extras | ({"source": "muvera"} if run.muvera else {})
+            else:
+                slot[name] = {"token_dims": token_dims, "num_tokens": len(values), "dtype": run.dtype, "values": values}
+                slot[name] |= {key: array_of(result, outcome, f"{name}.{key}") for key in _extras(outcome, name)}
+    return slots
+
+
+def _extras(outcome: Ok, name: str) -> list[str]:
+    return [key for key in ("scale", "offset") if f"{name}.{key}" in outcome.outputs]
+
+
+def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
+    """One entry per input: by score, ties by position, failed ones last. Ranks are dense and begin at 0."""
+    entries: list[tuple[float, int, dict[str, Any]]] = []
+    for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
+        entry = _echo(item)
+        entry.pop("id", None)
+        score = outcome.score if isinstance(outcome, Ok) else None
+        entry = {"item_id": f"item-{index}" if item.id is None else item.id, "score": score, **entry}
+        if isinstance(outcome, Failed):
+            entry["error"] = slot_error(outcome.error)
+        entries.append((math.inf if score is None else -score, index, entry))
+    entries.sort(key=lambda each: each[:2])
+    return [{**entry, "rank": rank} for rank, (_, _, entry) in enumerate(entries)]
+
+
+def extract_slots(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
+    """One slot per input, in order, all keys present whatever was found."""
+    slots = []
+    for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
+        found = outcome.data or {} if isinstance(outcome, Ok) else {}
+        slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: found.get(name, []) for name in _EXTRACTED}}
+        slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]
+        slot["data"] = found.get("data", {})
+        if isinstance(outcome, Failed):
+            slot["error"] = slot_error(outcome.error)
+        slots.append(slot)
+    return slots
 
 
 def failure_of(

@@ -13,19 +13,24 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.hosting import Hosted
 from sie_sidecar.lease import Lease
-from sie_sidecar.tokens import Tokens
+from sie_sidecar.rows import Row
 
 
 @dataclass
 class Held:
-    """A work item in our hands, with the marks from which its stages are told. `texts` and `tokens` are by position in the chunk."""
+    """A work item in our hands, with the marks from which its stages are told.
+
+    `rows`: the first `shared` ones belong to all inputs, then each input has equally many, in order.
+    """
 
     lease: Lease
     item: WorkItem
     received_s: float
     deadline_s: float
     hosted: Hosted | None = None
-    tokens: list[Tokens] = field(default_factory=list)
+    layout: ipc.Layout = "text"
+    rows: list[Row] = field(default_factory=list)
+    shared: int = 0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
     sealed_s: float = 0.0
@@ -34,35 +39,53 @@ class Held:
     counted: int = 0  # its share of the cost that waits for the device
 
 
-def runnable(held: Held) -> list[Tokens]:
-    """The inputs that go to the device: all, unless the client wants none of them cut."""
-    if held.item.options.truncate == "NONE":
-        return [tokens for tokens in held.tokens if not tokens.truncated]
-    return held.tokens
+    def of_input(self, index: int) -> list[Row]:
+        """The rows that only this input has."""
+        each = (len(self.rows) - self.shared) // len(self.item.inputs)
+        first = self.shared + index * each
+        return self.rows[first : first + each]
+
+    def too_long(self) -> list[Row | None]:
+        """For each input the row that would have to be cut and must not be, or None."""
+        if self.item.options.truncate != "NONE":
+            return [None] * len(self.item.inputs)
+        common = next((row for row in self.rows[: self.shared] if row.truncated), None)
+        return [
+            common or next((row for row in self.of_input(index) if row.truncated), None) for index in range(len(self.item.inputs))
+        ]
 
 
-def too_long(tokens: Tokens) -> Failed:
+def runnable(held: Held) -> tuple[list[Row], list[int]]:
+    """The rows that go to the device, and the inputs they belong to: all, unless the client wants none of them cut."""
+    if held.item.options.truncate != "NONE":
+        return held.rows, list(range(len(held.item.inputs)))
+    inputs = [index for index, row in enumerate(held.too_long()) if row is None]
+    return [*held.rows[: held.shared], *(row for index in inputs for row in held.of_input(index))] if inputs else [], inputs
+
+
+def too_long(row: Row) -> Failed:
     """The outcome of an input over the limit that must not be cut."""
-    limit = len(tokens.ids)
+    limit = len(row.ids)
     error = InvalidInput(
-        f"the input has {tokens.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": tokens.full, "limit": limit}
+        f"the input has {row.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": row.full, "limit": limit}
     )
     return Failed(error.info())
 
 
-def _with_usage(tokens: list[Tokens], outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    return tuple(
-        msgspec.structs.replace(outcome, tokens=len(each.ids), truncated=each.truncated) if isinstance(outcome, Ok) else outcome
-        for each, outcome in zip(tokens, outcomes, strict=True)
-    )
-
-
 def merge(held: Held, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """One outcome per input, with its usage: of those that ran, and of those that were too long to run."""
-    if held.item.options.truncate != "NONE":
-        return _with_usage(held.tokens, outcomes)
-    ran = iter(_with_usage(runnable(held), outcomes))
-    return tuple(too_long(tokens) if tokens.truncated else next(ran) for tokens in held.tokens)
+    """One outcome per input, told which were cut: of those that ran, and of those that were too long to run."""
+    ran = iter(outcomes)
+    common = any(row.truncated for row in held.rows[: held.shared])
+    found: list[Outcome] = []
+    for index, row in enumerate(held.too_long()):
+        if row is not None:
+            found.append(too_long(row))
+            continue
+        outcome = next(ran)
+        if isinstance(outcome, Ok) and (common or any(each.truncated for each in held.of_input(index))):
+            outcome = msgspec.structs.replace(outcome, truncated=True)
+        found.append(outcome)
+    return tuple(found)
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:

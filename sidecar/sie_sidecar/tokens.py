@@ -1,32 +1,41 @@
 """Texts become token ids: the Rust tokenizer, in threads, batched across requests. Truncation happens here and is reported.
 
-A tokenizer is immutable once made: options that change it make another instance, so threads share instances without borrowing errors.
+A tokenizer is immutable once made and releases the interpreter while it works, so all threads share one instance; the ids are cut
+afterwards, which costs less than an instance for each limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from sie_contracts.messages import Truncate
+from sie_sidecar.longtext import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
-MAX_VARIANTS = 8
+Ids = NDArray[np.int32]
+T = TypeVar("T")
 INLINE_CHARACTERS = 2048  # below this tokenising costs less than handing it to a thread (measured: 60 us against 110 us)
+_MOST_CHARACTERS_PER_TOKEN = 64
+LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids of one text, int32 [length], special tokens included. `full` is the length before truncation."""
+    """Ids of one text, int32 [length]. `full` is the length before truncation.
 
-    ids: NDArray[np.int32]
+    Of a long text that END or START cut, `full` is only known to be more than the length: the rest is not read.
+    """
+
+    ids: Ids
     full: int
 
     @property
@@ -34,46 +43,108 @@ class Tokens:
         return self.full > len(self.ids)
 
 
+@dataclass(frozen=True)
+class PairTemplate:
+    """The special tokens around two texts, and the token type of each part: before, left, between, right, after."""
+
+    first: Ids
+    middle: Ids
+    last: Ids
+    types: tuple[int, int, int, int, int]
+
+    @property
+    def special(self) -> int:
+        return len(self.first) + len(self.middle) + len(self.last)
+
+
 class ModelTokenizer:
-    """The tokenizer of one loaded model, from its serialised form."""
+    """The tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` may be read in pieces.
 
-    def __init__(self, serialised: bytes, max_tokens: int) -> None:
-        self._serialised = serialised
+    `first` and `last`: the special tokens around a text. `pair`: those around two. Raises ValueError where they cannot be told.
+    """
+
+    def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
         self.max_tokens = max_tokens
-        self._lock = threading.Lock()
-        self._variants: OrderedDict[tuple[int, str], Tokenizer] = OrderedDict()
-        self._special = self._variant(max_tokens, "right").num_special_tokens_to_add(False)
+        self._long_characters = long_characters
+        self._tokenizer = Tokenizer.from_buffer(serialised)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._long = LongTexts(self._tokenizer)
+        self.first, self.last = _special(self._tokenizer)
 
-    def _key(self, truncate: Truncate, limit: int) -> tuple[int, str]:
-        return (min(limit, self.max_tokens) if limit else self.max_tokens), "left" if truncate == "START" else "right"
+    @cached_property
+    def pair(self) -> PairTemplate:
+        """Of models that read two texts."""
+        return _pair(self._tokenizer)
 
-    def is_at_hand(self, truncate: Truncate, limit: int) -> bool:
-        """Whether encoding with these options makes no new instance, which takes tens of milliseconds."""
-        return self._key(truncate, limit) in self._variants
+    def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
+        """Ids of each text without special tokens, at most `room`. With NONE the caller must refuse what was cut.
 
-    def _variant(self, limit: int, direction: str) -> Tokenizer:
-        """An instance with this truncation. Clients choose the limit, so only the last MAX_VARIANTS are kept, some 5 MB each."""
-        with self._lock:
-            found = self._variants.pop((limit, direction), None)
-            if found is None:
-                found = Tokenizer.from_buffer(self._serialised)
-                found.no_padding()
-                found.enable_truncation(limit, direction=direction)
-            self._variants[limit, direction] = found
-            if len(self._variants) > MAX_VARIANTS:
-                self._variants.popitem(last=False)
-            return found
+        A text many times longer than the room costs what is kept of it, with NONE all of it in bounded memory. See `longtext`.
+        """
+        from_end = truncate == "START"
+        least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
+        long = [text for text in texts if len(text) > least]
+        read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
+        whole = iter(self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= least], add_special_tokens=False))
+        found = []
+        for text in texts:
+            if len(text) > least:
+                found.append(Tokens(*next(read)))
+            else:
+                ids = np.array(next(whole).ids, np.int32)
+                found.append(Tokens(cut(ids, room, truncate), len(ids)))
+        return found
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Ids of each text, at most `limit` (0: the model's own). With NONE the caller must refuse what was cut."""
-        tokenizer = self._variant(*self._key(truncate, limit))
+        """As `contents`, special tokens included, at most `limit` (0: the model's own) but all special tokens."""
+        special = len(self.first) + len(self.last)
+        room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
+        contents = self.contents(texts, room, truncate)
+        return [Tokens(np.concatenate((self.first, content.ids, self.last)), content.full + special) for content in contents]
+
+    def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
+        """As `contents`, with the place of each token in its text: int32 [length, 2], code points."""
         found = []
-        for encoding in tokenizer.encode_batch_fast(list(texts)):
-            ids = np.array(encoding.ids, dtype=np.int32)
-            # each overflowing piece repeats the special tokens
-            full = len(ids) + sum(len(piece.ids) - self._special for piece in encoding.overflowing)
-            found.append(Tokens(ids, full))
+        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+            ids = np.array(encoding.ids, np.int32)
+            found.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
         return found
+
+    def prefix_of(self, text: str, room: int) -> str:
+        """The text, or the part of it that its first `room` tokens cover."""
+        read = text[: room * _MOST_CHARACTERS_PER_TOKEN]
+        offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
+        return text[: offsets[room][0]] if len(offsets) > room else read
+
+
+def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
+    """The first, or with START the last, `room` of them."""
+    room = max(0, room)
+    return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
+
+
+def _pair(tokenizer: Tokenizer) -> PairTemplate:
+    encoding = tokenizer.encode(SENTINEL, SENTINEL)
+    ids, sides = np.array(encoding.ids, np.int32), encoding.sequence_ids
+    left, right = ([place for place, of in enumerate(sides) if of == side] for side in (0, 1))
+    if not left or not right:
+        raise ValueError("the tokenizer has no template for a pair of texts")
+    bounds = (0, left[0], left[-1] + 1, right[0], right[-1] + 1, len(ids))
+    parts = [slice(*each) for each in pairwise(bounds)]
+    types = [max(encoding.type_ids[part], default=0) for part in parts]
+    return PairTemplate(ids[parts[0]], ids[parts[2]], ids[parts[4]], (types[0], types[1], types[2], types[3], types[4]))
+
+
+def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
+    """The special tokens before and after every text, int32. Raises ValueError where they cannot be told."""
+    encoding = tokenizer.encode(SENTINEL)
+    content = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not content:
+        raise ValueError(f"the tokenizer makes nothing of {SENTINEL!r}")
+    ids = np.array(encoding.ids, np.int32)
+    return ids[: content[0]], ids[content[-1] + 1 :]
 
 
 class TokenizerPool:
@@ -82,10 +153,11 @@ class TokenizerPool:
     def __init__(self, workers: int) -> None:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenise")
 
-    async def encode(self, tokenizer: ModelTokenizer, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        if sum(map(len, texts)) <= INLINE_CHARACTERS and tokenizer.is_at_hand(truncate, limit):
-            return tokenizer.encode(texts, truncate, limit)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, tokenizer.encode, texts, truncate, limit)
+    async def run(self, characters: int, work: Callable[[], T]) -> T:
+        """`work` over texts of so many characters: in a thread, unless that would cost more than the work."""
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

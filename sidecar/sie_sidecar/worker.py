@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import defaultdict
@@ -19,13 +20,14 @@ import numpy as np
 
 from sie_contracts import ipc, messages
 from sie_contracts.broker import Broker, Delivery
-from sie_contracts.errors import InferenceFailed, InternalFailure, NotReady, SIEError
-from sie_contracts.messages import BatchNote, Failed, Outcome, WorkResult
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, NotReady, SIEError
+from sie_contracts.messages import BatchNote, Failed, Outcome, RunOptions, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_sidecar import batch as batches
+from sie_sidecar import rows as rowing
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting
 from sie_sidecar.held import Held, cut, merge, runnable, stages_of
 from sie_sidecar.hosting import Hosted, Hosting
@@ -33,6 +35,7 @@ from sie_sidecar.lease import Leases
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.pulling import Pulling
+from sie_sidecar.rows import Row, Work, offsets_of, texts_of, types_of
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.tokens import TokenizerPool
 
@@ -121,10 +124,10 @@ class Worker:
             await self._arrival.wait()
             self._arrival.clear()
             arrived, self._arrived = self._arrived, []
-            groups: dict[tuple[str, str, int, str, int], list[Held]] = defaultdict(list)
+            groups: dict[tuple[str, str, int, str, str, int], list[Held]] = defaultdict(list)
             for held in arrived:
                 item, options = held.item, held.item.options
-                groups[item.model, item.profile, item.config_revision, options.truncate, options.max_tokens].append(held)
+                groups[item.model, item.profile, item.config_revision, item.operation, options.truncate, options.max_tokens].append(held)
             for group in groups.values():
                 self._work.start(self._prepare(group), "prepare")
             self.pulling.refill()
@@ -182,19 +185,19 @@ class Worker:
 
     async def _tokenise(self, group: list[Held], hosted: Hosted) -> None:
         assert hosted.tokenizer is not None
-        options = group[0].item.options
-        texts = [
-            held.item.options.prefix + (given.text or "") + held.item.options.suffix for held in group for given in held.item.inputs
-        ]
-        tokens = await self._tokenizers.encode(hosted.tokenizer, texts, options.truncate, options.max_tokens)
-        start = 0
-        for held in group:
-            count = len(held.item.inputs)
-            held.tokens = tokens[start : start + count]
-            start += count
+        assert hosted.ready is not None
+        operation = group[0].item.operation
+        layout = hosted.ready.rows.get(operation)
+        if layout is None:
+            raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
+        work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
+        characters = sum(len(given.text or "") for held in group for given in held.item.inputs)
+        made = await self._tokenizers.run(characters, functools.partial(rowing.make, hosted.tokenizer, layout, work))
+        for held, each in zip(group, made, strict=True):
+            held.layout, held.rows, held.shared = layout.layout, each.rows, each.shared
 
     def _enqueue(self, held: Held) -> None:
-        if not runnable(held):
+        if not runnable(held)[0]:
             self._settle(held, merge(held, ()), b"")
             return
         self._waiting.add(self._job(held, self._clock()))
@@ -203,7 +206,7 @@ class Worker:
         assert held.hosted is not None
         item = held.item
         key = BatchKey(held.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora)
-        cost = sum(len(tokens.ids) for tokens in runnable(held))
+        cost = sum(row.cost for row in runnable(held)[0])
         self._count(held, cost)
         return Job(key, cost, arrived_s, held, bulk=item.priority == "bulk", alone=held.deaths > 0)
 
@@ -269,19 +272,27 @@ class Worker:
 
     @staticmethod
     def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
-        ids, epilogues, start = [], [], 0
+        """The batch as the adapter reads it, and what is told of it."""
+        rows: list[Row] = []
+        groups: list[ipc.Group] = []
+        texts: list[str] = []
+        layout = batch.jobs[0].work.layout
+        inputs = 0
         for job in batch.jobs:
-            run, options = runnable(job.work), job.work.item.options
-            ids += [tokens.ids for tokens in run]
-            epilogues.append(ipc.EpilogueGroup(start, start + len(run), options.outputs, options.normalize, options.dimensions))
-            start += len(run)
-        lengths = np.array([len(each) for each in ids], dtype=np.int32)
-        attention = int(np.square(lengths, dtype=np.int64).sum())
-        note = BatchNote(name, len(ids), len(batch.jobs), batch.cost, attention)
+            held = job.work
+            run, chosen = runnable(held)
+            groups.append(ipc.Group(len(rows), len(rows) + len(run), _answered(held.item.options), len(chosen)))
+            if layout in ("raw", "spans"):
+                texts += texts_of(Work([held.item.inputs[index] for index in chosen], held.item.query, held.item.options))
+            rows += run
+            inputs += len(chosen)
+        lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
+        note = BatchNote(name, inputs, len(batch.jobs), batch.cost, int(np.square(lengths, dtype=np.int64).sum()))
+        ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
         return (
             ipc.RunBatch(
-                name, batch.key.residency, "encode", lengths.tobytes(), np.concatenate(ids).tobytes(), tuple(epilogues),
-                batch.key.pooling, batch.key.lora, batch.jobs[0].work.item.traceparent,
+                name, batch.key.residency, batch.jobs[0].work.item.operation, lengths.tobytes(), ids, tuple(groups), types_of(rows),
+                tuple(texts), offsets_of(rows), batch.key.pooling, batch.key.lora, batch.jobs[0].work.item.traceparent,
             ),
             note,
         )  # fmt: skip
@@ -325,10 +336,10 @@ class Worker:
 
     def _answer_batch(self, jobs: list[Held], done: ipc.BatchDone, note: BatchNote) -> None:
         if len(done.outcomes) != note.items:
-            raise RuntimeError(f"the adapter answered {note.items} items with {len(done.outcomes)} outcomes")
+            raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
         view, start = memoryview(done.block), 0
         for held in jobs:
-            count = len(runnable(held))
+            count = len(runnable(held)[1])
             outcomes, block = cut(done.outcomes[start : start + count], view)
             start += count
             self._settle(held, merge(held, outcomes), block, done, note)
@@ -393,3 +404,10 @@ class Worker:
             await self.leases.hand_back(lease)
         await self._loops.cancel()
         self._tokenizers.close()
+
+
+def _answered(options: RunOptions) -> RunOptions:
+    """What the adapter needs of the options: the prompts are in the ids already."""
+    if not (options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix):
+        return options
+    return msgspec.structs.replace(options, prefix="", suffix="", pieces=(), query_prefix="", query_suffix="")

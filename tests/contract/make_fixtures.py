@@ -14,7 +14,7 @@ import msgspec
 
 from sie_contracts import ipc, messages
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.ipc import EpilogueGroup, LoadedModel
+from sie_contracts.ipc import Group, LoadedModel
 from sie_contracts.messages import (
     ArraySlice,
     BatchNote,
@@ -73,7 +73,7 @@ EXAMPLES: dict[str, Any] = {
     "ipc1-Release": ipc.Release("org/model"),
     "ipc1-RunBatch": ipc.RunBatch(
         "w1-7", "org/model", "encode", b"\x02\x00\x00\x00\x01\x00\x00\x00", b"\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00",
-        (EpilogueGroup(0, 1, ("sparse",), False, 64), EpilogueGroup(1, 2)), "cls", "lora", "00-0a-b7-01",
+        (Group(0, 1, RunOptions(("sparse",), False, 64)), Group(1, 2)), "cls", "lora", "00-0a-b7-01",
     ),
     "ipc1-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc1-Drain": ipc.Drain(),

@@ -174,7 +174,7 @@ def tokenizer() -> Tokenizer:
 
 
 def batch(sequences: list[list[int]], model: str = MODEL, **changes: Any) -> ipc.RunBatch:
-    fields: dict[str, Any] = {"epilogues": (ipc.EpilogueGroup(0, len(sequences)),), "batch": "b", **changes}
+    fields: dict[str, Any] = {"groups": (ipc.Group(0, len(sequences)),), "batch": "b", **changes}
     lengths = np.array([len(ids) for ids in sequences], "<i4").tobytes()
     ids = np.array([token for ids in sequences for token in ids], "<i4").tobytes()
     return ipc.RunBatch(model=model, operation="encode", lengths=lengths, ids=ids, **fields)
@@ -237,8 +237,8 @@ def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokeniz
 def test_options_of_a_group_apply_to_its_items_only(client: Client, tokenizer: Tokenizer) -> None:
     """W18."""
     texts = oracle.ragged_texts(4, 3)
-    groups = (ipc.EpilogueGroup(0, 1), ipc.EpilogueGroup(1, 2, dimensions=64), ipc.EpilogueGroup(2, 4, normalize=False))
-    done = client.run(batch(token_ids(tokenizer, texts), epilogues=groups))
+    groups = (ipc.Group(0, 1), ipc.Group(1, 2, messages.RunOptions(dimensions=64)), ipc.Group(2, 4, messages.RunOptions(normalize=False)))
+    done = client.run(batch(token_ids(tokenizer, texts), groups=groups))
     arrays = [outcome.outputs["dense"] for outcome in done.outcomes if isinstance(outcome, Ok)]
     got = [np.frombuffer(done.block, "<f4", array.shape[0], array.offset) for array in arrays]
     full = oracle.encode(texts)
@@ -340,7 +340,7 @@ def test_eight_askers_make_one_load(adapter: Adapter) -> None:
     [
         (batch([[101, 102]], "absent"), "MODEL_LOADING"),
         (ipc.RunBatch("b", MODEL, "score", b"", b"", ()), "INVALID_INPUT"),
-        (ipc.RunBatch("b", MODEL, "encode", b"\1\0\0\0", b"", (ipc.EpilogueGroup(0, 1),)), "INTERNAL_ERROR"),
+        (ipc.RunBatch("b", MODEL, "encode", b"\1\0\0\0", b"", (ipc.Group(0, 1),)), "INTERNAL_ERROR"),
         (ipc.EnsureReady("x", {"id": "x"}), "VALIDATION_ERROR"),
         (ipc.EnsureReady("x", {**ENTRY, "weights": {"path": "/nowhere"}}), "MODEL_LOAD_FAILED"),
         (ipc.EnsureReady("x", {**ENTRY, "family": "ner"}), "MODEL_LOAD_FAILED"),

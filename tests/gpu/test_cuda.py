@@ -68,7 +68,7 @@ def test_the_documented_default_precision_runs_on_cuda(tmp_path: Path) -> None:
 
 def vectors(engine: Engine, sequences: list[np.ndarray]) -> np.ndarray:
     lengths = np.array([len(ids) for ids in sequences], np.int32)
-    group = ipc.EpilogueGroup(0, len(sequences))
+    group = ipc.Group(0, len(sequences))
     batch = ipc.RunBatch("b", "toy", "encode", lengths.tobytes(), np.concatenate(sequences).tobytes(), (group,), pooling="mean")
     done = engine.execute(batch)
     assert isinstance(done, ipc.BatchDone), done

@@ -328,7 +328,7 @@ class LoadsAtOnce:
         self.listeners: list[Callable[[bool], None]] = []
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        return ipc.Ready(ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512)
+        return ipc.Ready(ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512, {"encode": ipc.Rows()})
 
 
 async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is_held_for_it() -> None:

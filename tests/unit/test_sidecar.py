@@ -6,7 +6,6 @@ import traceback
 from dataclasses import dataclass
 
 import pytest
-from fake_adapter import toy_tokenizer
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
@@ -14,7 +13,6 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_sidecar.batch import BatchKey, Job, Waiting
 from sie_sidecar.hosting import Hosting
 from sie_sidecar.lease import Leases
-from sie_sidecar.tokens import MAX_VARIANTS, ModelTokenizer
 
 
 @dataclass
@@ -42,18 +40,6 @@ def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
     for number in (2, 0, 3, 1):
         waiting.put_back(Job(key, 1, float(number), number))
     assert [job.work for job in waiting] == [0, 1, 2, 3, 10]
-
-
-def test_clients_cannot_make_tokenizers_without_bound() -> None:
-    """O20: the limit is the client's to choose, the instances are ours to bound. The ids stay right."""
-    tokenizer = ModelTokenizer(toy_tokenizer(), 64)
-    (full,) = tokenizer.encode(["abcdefgh" * 4], "END", 0)
-    for limit in range(3, 60):
-        for truncate in ("END", "START"):
-            (cut,) = tokenizer.encode(["abcdefgh" * 4], truncate, limit)  # type: ignore[arg-type]
-            assert len(cut.ids) == min(limit, len(full.ids))
-            assert cut.full == full.full
-    assert len(tokenizer._variants) == MAX_VARIANTS
 
 
 class _Refusing:

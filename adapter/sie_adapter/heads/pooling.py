@@ -1,41 +1,59 @@
-"""Dense vectors from packed hidden states: pool in float32, cut to a width, normalise in float32.
+"""Dense vectors from packed hidden states: pool in float32, then the dense layers that the model has after it.
 
-hidden [tokens, width] ──► pool ──► [sequences, width] f32 ──► finish(width, normalize) ──► vectors, and which of them are usable
+hidden [tokens, width] ──► pool ──► [sequences, width] ──► layers ──► [sequences, out]
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-Pooling = Literal["cls", "mean", "last"]
-POOLINGS = ("cls", "mean", "last")
-_EPSILON = 1e-12
+from sie_adapter.heads import Reduced, States
+from sie_adapter.packing import Int64
+
+Pooling = Literal["cls", "mean", "last", "weighted"]
+POOLINGS = ("cls", "mean", "last", "weighted")
 
 
 def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooling) -> Tensor:
-    """One float32 vector per sequence, in packed order. `mean` counts special tokens; `last` is the last token of a sequence.
+    """One float32 vector per sequence, in packed order.
 
-    `hidden`: [tokens, width] of any float type; `bounds`: int32 [sequences + 1]; `groups`: first token, sequences, length.
+    `mean` counts special tokens; `last` is the last token of a sequence; `weighted` is the mean with the weights 1, 2, 3, ... (SGPT,
+    arXiv 2202.08904). `hidden`: [tokens, width] of any float type; `bounds`: int32 [sequences + 1]; `groups`: first token, sequences,
+    length and more.
     """
     if pooling == "cls":
         return hidden[bounds[:-1].long()].float()
     if pooling == "last":
         return hidden[bounds[1:].long() - 1].float()
-    if hidden.device.type == "cuda":  # one kernel for all; elsewhere a view per length is faster, or all there is
+    if pooling == "mean" and hidden.device.type == "cuda":  # one kernel for all; elsewhere a view per length is faster, or all there is
         return torch.segment_reduce(hidden.float(), "mean", offsets=bounds.long())
-    means = [
-        hidden[first : first + sequences * length].unflatten(0, (sequences, length)).mean(1, dtype=torch.float32)
-        for first, sequences, length in groups
-    ]
+    means = []
+    for first, sequences, length, *_ in groups:
+        group = hidden[first : first + sequences * length].unflatten(0, (sequences, length))
+        if pooling == "mean":
+            means.append(group.mean(1, dtype=torch.float32))
+        else:
+            weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
+            means.append(torch.einsum("slw,l->sw", group.float(), weights / weights.sum()))
     return torch.cat(means)
 
 
-def finish(pooled: Tensor, dimensions: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Cut to `dimensions` (0 keeps all), then divide by max(norm, 1e-12). Returns float32 vectors, and which are finite and not zero."""
-    cut = pooled[:, :dimensions] if dimensions else pooled
-    norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
-    usable = (torch.isfinite(norms) & (norms > 0))[:, 0]
-    return (cut / norms.clamp_min(_EPSILON) if normalize else cut), usable
+class DenseHead:
+    """Pooling, then `layers` (float32) if there are any."""
+
+    def __init__(self, pooling: Pooling, layers: nn.Module | None, device: torch.device) -> None:
+        self.pooling = pooling
+        self._layers = None if layers is None else layers.to(device)
+
+    def reduce(self, states: States, sequences: Int64) -> Reduced:
+        """Vectors, float32 [width] each."""
+        device, packed = states.hidden.device, states.packed
+        bounds = torch.from_numpy(packed.bounds).to(device)
+        pooled = pool(states.hidden, bounds, packed.groups.tolist(), cast(Pooling, states.pooling or self.pooling))
+        if len(sequences) < len(pooled):
+            pooled = pooled[torch.from_numpy(sequences).to(device)]
+        vectors = pooled if self._layers is None else self._layers(pooled)
+        return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sie_adapter.batch import BatchRun
 from sie_adapter.packing import Int64, Items, Packed, Positions, pack
 from sie_contracts.errors import InternalFailure, InvalidInput
-from sie_contracts.ipc import BatchDone, EpilogueGroup, RunBatch
+from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Failed, Ok
 
 POISON, HEAVY = 90, 91
@@ -48,7 +48,7 @@ def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
         "batch": "b", "model": "m", "operation": "encode",
         "lengths": np.array([len(ids) for ids in sequences], "<i4").tobytes(),
         "ids": np.array([token for ids in sequences for token in ids], "<i4").tobytes(),
-        "epilogues": (EpilogueGroup(0, len(sequences), normalize=False),),
+        "groups": (Group(0, len(sequences), RunOptions(normalize=False)),),
         "pooling": "mean",
     }  # fmt: skip
     return RunBatch(**{**fields, **changes})
@@ -84,8 +84,8 @@ def test_each_item_gets_its_own_mean(sequences: list[list[int]]) -> None:
 
 def test_groups_have_their_own_options_and_never_split_the_pass() -> None:
     encoder = FakeEncoder()
-    groups = (EpilogueGroup(0, 1, normalize=False), EpilogueGroup(1, 3, dimensions=2), EpilogueGroup(3, 3))
-    done = run([[7], [3, 5], [8]], encoder, epilogues=groups)
+    groups = (Group(0, 1, RunOptions(normalize=False)), Group(1, 3, RunOptions(dimensions=2)), Group(3, 3))
+    done = run([[7], [3, 5], [8]], encoder, groups=groups)
     assert encoder.passes == [3]
     got = results(done)
     assert got[0] == [7, 1, 2, 3]
@@ -141,8 +141,8 @@ def test_a_family_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> 
 
 
 def test_an_output_or_a_width_that_is_not_there_is_an_error_of_those_items() -> None:
-    groups = (EpilogueGroup(0, 1, outputs=("sparse",)), EpilogueGroup(1, 2, dimensions=5), EpilogueGroup(2, 3, normalize=False))
-    assert results(run([[1], [2], [3]], epilogues=groups)) == ["unsupported_output", "bad_dimensions", [3, 1, 2, 3]]
+    groups = (Group(0, 1, RunOptions(outputs=("sparse",))), Group(1, 2, RunOptions(dimensions=5)), Group(2, 3, RunOptions(normalize=False)))
+    assert results(run([[1], [2], [3]], groups=groups)) == ["unsupported_output", "bad_dimensions", [3, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "max"}, {"pooling": ""}, {"lora": "x"}])
@@ -152,7 +152,7 @@ def test_what_this_model_does_not_serve_is_refused(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ids": b""}, {"epilogues": ()}, {"epilogues": (EpilogueGroup(0, 2),)}, {"epilogues": (EpilogueGroup(1, 1),)}]
+    "changes", [{"ids": b""}, {"groups": ()}, {"groups": (Group(0, 2),)}, {"groups": (Group(1, 1),)}]
 )
 def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InternalFailure):
@@ -160,5 +160,5 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> 
 
 
 def test_an_empty_batch_is_answered() -> None:
-    done = run([], epilogues=())
+    done = run([], groups=())
     assert done.outcomes == ()

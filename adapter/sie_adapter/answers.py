@@ -1,0 +1,202 @@
+"""From what the heads gave to what a client asked for. Output options act here, per work item: they never split a batch.
+
+    rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
+                        ──► one row against the others ──► scores              sides
+                        ──► activation of logits ──► scores, classes           pair, pieces, hypotheses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie_adapter.epilogues import dtypes, muvera
+from sie_adapter.heads import Row
+from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+from sie_contracts.messages import RunOptions
+
+_EPSILON = 1e-12
+Rows = Mapping[str, Sequence[Row]]
+
+
+@dataclass
+class Answer:
+    """What one input gave: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
+
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    score: float | None = None
+    data: dict[str, Any] | None = None
+
+
+Answers = list[Answer | SIEError]
+
+
+def not_finite() -> InferenceFailed:
+    """The error in the place of a result that must not leave."""
+    return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
+
+
+def vectors(options: RunOptions, rows: Rows) -> Answers:
+    """The outputs of each input, in order."""
+    count = len(next(iter(rows.values()), ()))
+    found: Answers = [Answer() for _ in range(count)]
+    for name in options.outputs:
+        if name == "sparse":
+            _add_sparse(options, rows["sparse"], found)
+        elif name == "multivector":
+            _add_multivectors(options, rows["multivector"], found)
+        elif options.muvera is None:
+            _add_dense(options, torch.stack(list(rows["dense"])), found)
+    if options.muvera is not None and "dense" in options.outputs:
+        tokens = [_cut(row, options, keep_scale=False) for row in rows["multivector"]]
+        _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), found)
+    return found
+
+
+def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
+    """The first `dimensions` of each row, then divided by max(norm, 1e-12)."""
+    if not 0 <= options.dimensions <= vectors.shape[-1]:
+        raise InvalidInput(f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions")
+    cut = vectors[..., : options.dimensions] if options.dimensions else vectors
+    return cut if keep_scale else cut / torch.linalg.vector_norm(cut, dim=-1, keepdim=True).clamp_min(_EPSILON)
+
+
+def _add_dense(options: RunOptions, pooled: Tensor, found: Answers) -> None:
+    cut = _cut(pooled, options, keep_scale=True)
+    norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
+    for item in np.flatnonzero(~((norms > 0) & torch.isfinite(norms)).cpu().numpy()).tolist():
+        found[item] = not_finite()
+    _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, found)
+
+
+def _put(name: str, dtype: str, vectors: Tensor, found: Answers) -> None:
+    """Row i of `vectors` is the output of input i."""
+    values, scale, offset = dtypes.convert(vectors, dtype)
+    for item, answer in enumerate(found):
+        if dtype == "float16" and not np.isfinite(values[item]).all():
+            found[item] = InvalidInput("a value does not fit float16: ask for float32, or for normalised vectors", reason="unsupported_dtype")
+        elif isinstance(answer, Answer):
+            answer.arrays[name] = values[item]
+            if scale is not None:
+                answer.arrays[f"{name}.scale"] = scale[item : item + 1]
+            if offset is not None:
+                answer.arrays[f"{name}.offset"] = offset[item : item + 1]
+
+
+def _add_multivectors(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
+    values, scale, offset = dtypes.convert(_cut(torch.cat(list(rows)), options, keep_scale=not options.normalize), options.dtype)
+    ends = np.cumsum([len(row) for row in rows])
+    for answer, stop, row in zip(found, ends.tolist(), rows, strict=True):
+        if isinstance(answer, Answer):
+            here = slice(stop - len(row), stop)
+            answer.arrays["multivector"] = values[here]
+            if scale is not None:
+                answer.arrays["multivector.scale"] = scale[here]
+            if offset is not None:
+                answer.arrays["multivector.offset"] = offset[here]
+
+
+def _add_sparse(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
+    dtype = np.dtype("<f2" if options.dtype == "float16" else "<f4")
+    ends = np.cumsum([len(ids) for ids, _ in rows])
+    ids = torch.cat([ids for ids, _ in rows]).cpu().numpy().astype("<i4", copy=False)
+    weights = torch.cat([weights for _, weights in rows]).cpu().numpy().astype(dtype, copy=False)
+    for answer, start, stop in zip(found, [0, *ends.tolist()], ends.tolist(), strict=False):
+        if isinstance(answer, Answer):
+            answer.arrays["sparse.indices"] = ids[start:stop]
+            answer.arrays["sparse.values"] = weights[start:stop]
+
+
+def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> Answers:
+    """Each document against the query: the outputs' scores, weighted where there are several.
+
+    dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row (MaxSim), divided by the
+    number of query rows if `per_row`, as BGE-M3 does.
+    """
+    given = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
+    weights = {name: float(given.get("colbert" if name == "multivector" else name, 0.0)) for name in options.outputs}
+    if len(weights) == 1:
+        weights = dict.fromkeys(weights, 1.0)
+    total: Tensor | None = None
+    for name, weight in weights.items():
+        score = _SIDES[name](query[name], documents[name])
+        if name == "multivector" and per_row:
+            score = score / max(1, len(query[name]))
+        total = score * weight if total is None else total + score * weight
+    assert total is not None
+    return _scores(total / sum(weights.values()))
+
+
+def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
+    return F.normalize(torch.stack(list(documents)), dim=1, eps=_EPSILON) @ F.normalize(query, dim=0, eps=_EPSILON)
+
+
+def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
+    ids, weights = query
+    counts = torch.tensor([len(names) for names, _ in documents], device=ids.device)
+    names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
+    if not len(ids):
+        return torch.zeros(len(documents), device=ids.device)
+    place = torch.searchsorted(ids, names).clamp_max(len(ids) - 1)
+    products = torch.where(ids[place] == names, values * weights[place], 0.0)
+    owner = torch.repeat_interleave(torch.arange(len(documents), device=ids.device), counts)
+    return torch.zeros(len(documents), device=ids.device).index_add_(0, owner, products)
+
+
+def _late_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
+    query = F.normalize(query, dim=1, eps=_EPSILON)
+    scores = []
+    for document in documents:  # one after the other: a padded product would be as large as the longest of them
+        best = query @ F.normalize(document, dim=1, eps=_EPSILON).T
+        scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
+    return torch.stack(scores)
+
+
+_SIDES = {"dense": _dense_scores, "sparse": _sparse_scores, "multivector": _late_scores}
+
+
+def _scores(values: Tensor) -> Answers:
+    return [Answer(score=score) if np.isfinite(score) else not_finite() for score in values.double().cpu().tolist()]
+
+
+def class_scores(logits: Sequence[Row], activation: str) -> Answers:
+    """The score of each pair, from float32 logits [1], or the probability of the last class from [labels]."""
+    stacked = torch.stack(list(logits))
+    if activation == "sigmoid":
+        stacked = torch.sigmoid(stacked)
+    elif activation == "softmax":
+        stacked = torch.softmax(stacked, 1)
+    return _scores(stacked[:, -1])
+
+
+def answer_scores(logits: Sequence[Row], *, difference: bool) -> Answers:
+    """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no."""
+    stacked = torch.stack(list(logits))
+    return _scores(stacked[:, 1] - stacked[:, 0] if difference else torch.softmax(stacked, 1)[:, 1])
+
+
+def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> Answers:
+    """The probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of the label).
+
+    One label of several: softmax of the entailment logits over the labels. Several labels at once, or only one: softmax of contradiction
+    and entailment, each label by itself. Source: transformers' zero-shot classification pipeline.
+    """
+    labels = options.labels
+    stacked = torch.stack(list(logits)).unflatten(0, (-1, len(labels)))
+    if options.parameters.get("multi_label") or len(labels) == 1:
+        shares = torch.softmax(stacked[..., [contradiction, entailment]], -1)[..., 1]
+    else:
+        shares = torch.softmax(stacked[..., entailment], -1)
+    least = options.threshold or 0.0
+    found: Answers = []
+    for row in shares.double().cpu().tolist():
+        ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
+        found.append(Answer(data={"classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]}))
+    return found

@@ -1,0 +1,174 @@
+"""The packed engine: one transformers model, from token ids to one hidden state per token.
+
+An architecture runs packed if a trial shows that it goes through the attention interface with a plain mask and that its packed states
+equal its padded ones. Otherwise it runs padded on its stock attention, with a log line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sie_adapter import attention, calibration
+from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
+from sie_adapter.calibration import KernelTable
+from sie_adapter.device import Compute, uses_varlen_kernel
+from sie_adapter.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.linear import block_linears
+from sie_adapter.packing import Int64, Items, Packed, Positions, pack
+
+_logger = logging.getLogger("sie.adapter")
+
+_TRIAL_LENGTHS = (3, 17, 40, 40, 140)  # past the local window of ModernBERT
+_TRIAL_COSINE = {torch.float32: 0.9999}  # per token; 16 bit: _TRIAL_COSINE_16
+_TRIAL_COSINE_16 = 0.99
+_PADDED_WASTE = 1.25  # padded tokens for each real one, at most
+
+
+class Backbone:
+    """`model` without its head. `forward` may run on several threads at once, under inference mode.
+
+    `vocabulary`: ids are below it. `width`: of a hidden state. `positions`: the longest sequence, None without a limit. `attention`: the
+    backend in force, with `padded` where the packed path does not hold.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute: Compute, max_tokens: int) -> None:
+        """Takes the model over: its attention, and on a CPU its linear layers, are replaced."""
+        attention.register()
+        self._model = model
+        self._compute = compute
+        self._max_tokens = max_tokens
+        self._pad = model.config.pad_token_id or 0
+        self._numbering = _numbering(model)
+        self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
+        self.width: int = model.config.hidden_size
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.positions: int | None = limit - self._numbering.first if limit else None
+        with torch.inference_mode():
+            if compute.device.type == "cpu":
+                block_linears(model)
+            self._table = self._choose_kernels()
+        self.attention = compute.backend if self._table else f"{compute.backend} padded"
+
+    def pack(self, batch: Items, chosen: Int64) -> Packed:
+        """Lay out the chosen items with this architecture's positions."""
+        return pack(batch, chosen, self._numbering)
+
+    def forward(self, packed: Packed) -> Tensor:
+        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        return self.forward_padded(packed) if self._table is None else self._forward_packed(packed, self._table)
+
+    def _forward_packed(self, packed: Packed, table: KernelTable, trial: Trial | None = None) -> Tensor:
+        device = self._compute.device
+        rows = [packed.ids, packed.positions]
+        if packed.types is not None and self._has_types:
+            rows.append(packed.types.astype(np.int64))
+        tokens = torch.from_numpy(np.stack(rows)).to(device, non_blocking=True)
+        return self._model(
+            input_ids=tokens[:1],
+            position_ids=tokens[1:2],
+            sie_bounds=torch.from_numpy(packed.bounds).to(device, non_blocking=True),
+            sie_layout=torch.from_numpy(table.layout(packed)),
+            sie_trial=trial,
+            **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
+        )[0][0]
+
+    def forward_padded(self, packed: Packed) -> Tensor:
+        """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""
+        return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in _evenly_long(packed.lengths)])
+
+    def _forward_padded_part(self, packed: Packed, start: int, stop: int) -> Tensor:
+        lengths = packed.lengths[start:stop]
+        device = self._compute.device
+        real = np.arange(lengths.max())[None, :] < lengths[:, None]
+        tokens = slice(packed.bounds[start], packed.bounds[stop])
+        ids = np.full(real.shape, self._pad, np.int64)
+        ids[real] = packed.ids[tokens]
+        seen = real if packed.visible is None else np.arange(lengths.max())[None, :] < packed.visible[start:stop, None]
+        types = {}
+        if packed.types is not None and self._has_types:
+            padded = np.zeros(real.shape, np.int64)
+            padded[real] = packed.types[tokens]
+            types["token_type_ids"] = torch.from_numpy(padded).to(device)
+        mask = torch.from_numpy(seen).to(device).long()
+        hidden = self._model(input_ids=torch.from_numpy(ids).to(device), attention_mask=mask, **types)[0]
+        return hidden[torch.from_numpy(real).to(device)]
+
+    def _choose_kernels(self) -> KernelTable | None:
+        stock = "eager" if self._compute.backend == "eager" else "sdpa"
+        reference = self.forward_padded(self.sample(_TRIAL_LENGTHS))
+        self._model.set_attn_implementation(attention.IMPLEMENTATION)
+        for kernel in self._candidates():
+            try:
+                return self._tried(kernel, reference)
+            except (AttentionUnsupported, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+                if is_out_of_memory(error) or is_device_fatal(error):
+                    raise
+                _logger.info("%s does not run packed with %s: %s", type(self._model).__name__, kernel.name, error)
+        self._model.set_attn_implementation(stock)
+        return None
+
+    def _candidates(self) -> list[Kernel]:
+        if self._compute.backend == "eager":
+            return [Kernel.REFERENCE]
+        preferred = [Kernel.FLASH] if self._compute.backend == "flash_attention_2" else []
+        return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
+
+    def _tried(self, kernel: Kernel, reference: Tensor) -> KernelTable:
+        """The table that starts from `kernel`, if the packed states equal `reference`. Raises AttentionUnsupported."""
+        trial, table = Trial(), calibration.uniform(kernel)
+        # one sequence, so that the mask functions are still functions of two positions and not of the packing
+        self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), table, trial)
+        layers = self._model.config.num_hidden_layers
+        if len(trial.shapes) != layers:
+            raise AttentionUnsupported(f"{len(trial.shapes)} of {layers} layers use the attention interface")
+        states = self._forward_packed(self.sample(_TRIAL_LENGTHS), table)
+        cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
+        if not cosine >= _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16):
+            raise AttentionUnsupported(f"packed and padded states have cosine {cosine:.6f}")
+        if kernel is Kernel.SDPA and self._compute.device.type == "cpu":
+            return calibration.measure(*trial.shapes[0], self._compute.dtype)
+        return table
+
+    def sample(self, lengths: tuple[int, ...]) -> Packed:
+        """Random ids, none of them the pad id: stock code takes that for padding."""
+        counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
+        ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
+        ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
+        return self.pack(Items(counts, ids), np.arange(len(counts)))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and buffers, each storage once."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())
+        return sum(storage.nbytes() for storage in storages.values()) + blocked
+
+
+
+def _numbering(model: PreTrainedModel) -> Positions:
+    """RoBERTa kinds count positions from the pad id on; they are known by the method that does it."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return Positions(module.padding_idx + 1, module.padding_idx)
+    return Positions()
+
+
+def _evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
+    """Cut sequences, shortest first, into runs whose padding stays within _PADDED_WASTE."""
+    start, real = 0, 0
+    for stop, length in enumerate(lengths.tolist(), 1):
+        if (stop - start) * length > _PADDED_WASTE * (real + length):
+            yield start, stop - 1
+            start, real = stop - 1, 0
+        real += length
+    if start < len(lengths):
+        yield start, len(lengths)

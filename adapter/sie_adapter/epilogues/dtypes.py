@@ -1,0 +1,67 @@
+"""Output dtypes: float32 vectors as the numbers a client asked for, with what it needs to compute back.
+
+vectors [.., width] ──► float32 ──► per row of the last axis: cast, scale to 8 bits, or one bit per value ──► numpy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+Converted = tuple[Array, Array | None, Array | None]
+
+
+def convert(vectors: Tensor, dtype: str) -> Converted:
+    """`vectors` [.., width], finite, as `dtype`: the values, and `scale` and `offset` [..] as float32 where the dtype has them.
+
+    x is about values * scale + offset; `int8` has a scale, `uint8` both. Bits of `binary` and `ubinary` are x > 0, eight to a byte of
+    uint8, first value highest, zeros after the last. Raises ValueError for another dtype.
+    """
+    if dtype not in _CONVERSIONS:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_CONVERSIONS)}")
+    return _CONVERSIONS[dtype](vectors.float())
+
+
+def _float32(vectors: Tensor) -> Converted:
+    return vectors.cpu().numpy(), None, None
+
+
+def _float16(vectors: Tensor) -> Converted:
+    return vectors.half().cpu().numpy(), None, None
+
+
+def _int8(vectors: Tensor) -> Converted:
+    largest = vectors.abs().amax(-1, keepdim=True)
+    codes = (vectors / _nonzero(largest) * 127).round().to(torch.int8)
+    return codes.cpu().numpy(), _per_row(largest / 127), None
+
+
+def _uint8(vectors: Tensor) -> Converted:
+    low, high = torch.aminmax(vectors, dim=-1, keepdim=True)
+    extent = high - low
+    codes = ((vectors - low) / _nonzero(extent) * 255).round().to(torch.uint8)
+    return codes.cpu().numpy(), _per_row(extent / 255), _per_row(low)
+
+
+def _bits(vectors: Tensor) -> Converted:
+    return np.packbits((vectors > 0).cpu().numpy(), axis=-1), None, None
+
+
+def _nonzero(divisor: Tensor) -> Tensor:
+    return divisor.where(divisor > 0, 1.0)  # what it divides is zero too
+
+
+def _per_row(values: Tensor) -> Array:
+    rows: Array = values[..., 0].cpu().numpy()
+    return rows
+
+
+_CONVERSIONS: dict[str, Callable[[Tensor], Converted]] = {
+    "float32": _float32, "float16": _float16, "int8": _int8, "uint8": _uint8, "binary": _bits, "ubinary": _bits,
+}  # fmt: skip

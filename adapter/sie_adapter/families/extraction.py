@@ -1,0 +1,135 @@
+"""What the extraction families share.
+
+texts, one ExtractOptions each ──► run_alike: those with equal options together ──► run ──► a result or a typed error for each text
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from tokenizers import Tokenizer
+
+from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+
+_logger = logging.getLogger("sie.adapter")
+
+Result = dict[str, Any] | SIEError
+
+_HARMLESS = ("pooler.", "position_ids")
+_WASTE = 1.25  # padded positions for each real one, at most
+
+
+@dataclass(frozen=True)
+class ExtractOptions:
+    """What to look for in one text. `labels` keep the client's order and case, `threshold` None is the model's own default.
+
+    `parameters`: options of the family, merged with the entry's own and checked for their types.
+    """
+
+    labels: tuple[str, ...]
+    threshold: float | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def same(self) -> bytes:
+        """Equal for options that mean the same."""
+        return msgspec.json.encode((self.labels, self.threshold, self.parameters), order="deterministic")
+
+
+def run_alike(
+    texts: Sequence[str], options: Sequence[ExtractOptions], run: Callable[[Sequence[str], ExtractOptions], list[Result]]
+) -> list[Result]:
+    """Call `run` once for each set of equal options, and once for each text of a set that fails as a whole. Results in text order.
+
+    Raises only what concerns the whole device: out of memory, or a device that is lost.
+    """
+    alike: dict[bytes, list[int]] = {}
+    for index, option in enumerate(options):
+        alike.setdefault(option.same(), []).append(index)
+    results: dict[int, Result] = {}
+    for chosen in alike.values():
+        results.update(zip(chosen, _attempt([texts[index] for index in chosen], options[chosen[0]], run), strict=True))
+    return [results[index] for index in range(len(texts))]
+
+
+def _attempt(texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequence[str], ExtractOptions], list[Result]]) -> list[Result]:
+    try:
+        return run(texts, option)
+    except SIEError as error:
+        return [error] * len(texts)
+    except Exception as error:
+        if is_out_of_memory(error) or is_device_fatal(error):
+            raise
+        if len(texts) > 1:
+            return [_attempt([text], option, run)[0] for text in texts]
+        _logger.exception("extraction from one text failed")
+        return [InferenceFailed(f"the model code failed with {type(error).__name__}")]
+
+
+def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices of sequences that are padded to one length and run together, shortest first.
+
+    A pass has at most `budget` padded positions, or one sequence.
+    """
+    chosen: list[int] = []
+    real = 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        padded = (len(chosen) + 1) * lengths[index]
+        if chosen and padded > min(budget, _WASTE * (real + lengths[index])):
+            yield chosen
+            chosen, real = [], 0
+        chosen.append(index)
+        real += lengths[index]
+    if chosen:
+        yield chosen
+
+
+def bare_tokenizer(tokenizer: Any) -> Tokenizer:
+    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE for a slow one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
+    bare = Tokenizer.from_str(backend.to_str())
+    bare.no_truncation()
+    bare.no_padding()
+    return bare
+
+
+def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
+    """Make a transformers tokenizer cut at what its encoder can take, and return that, in tokens with special tokens.
+
+    It is the least of the tokenizer's own limit, the encoder's table of absolute positions and, for encoders without one, `otherwise`.
+    """
+    table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
+    positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) if table is not None else otherwise
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+    return int(tokenizer.model_max_length)
+
+
+def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
+    """Drop from a backbone's configuration what would make the packages import code from elsewhere. They always allow it."""
+    if config is not None and not trusted:
+        config.pop("auto_map", None)
+
+
+def refuse_misfits(entry: ModelEntry, fault: str, names: Iterable[str]) -> None:
+    """Raise ModelLoadFailed INCOMPATIBLE if weights are `fault`, other than a pooler, which is never run, and position ids."""
+    if found := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: the weights have {len(found)} {fault} keys: {', '.join(found[:5])}")
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """Weights and buffers, each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in [*model.parameters(), *model.buffers()]}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def labels_refused(message: str) -> InvalidInput:
+    """An error of the labels of one request, without their text."""
+    return InvalidInput(f"labels: {message}", reason="labels", param="labels")

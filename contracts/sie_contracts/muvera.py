@@ -1,0 +1,106 @@
+"""What a request may ask of fixed dimensional encodings, checked once: a document's and a query's sets must be equal to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import InvalidInput
+
+MAX_WIDTH = 1 << 20  # values of one result: 4 MiB of float32
+MAX_CELLS = 1 << 23  # values of one item before the final projection, whose matrix has an index for each
+
+_WHOLE = {
+    "num_repetitions": (1, 128),
+    "num_simhash_projections": (0, 10),
+    "projection_dim": (1, 1024),  # of a token in one repetition: longer ones would outgrow memory with the tokens
+    "final_projection_dim": (1, MAX_WIDTH),
+    "seed": (0, (1 << 53) - 1),  # what every JSON reader keeps exactly
+}
+_NULLABLE = {"projection_dim", "final_projection_dim"}
+
+
+class Muvera(msgspec.Struct, frozen=True):
+    """Parameters of a fixed dimensional encoding. Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings", section 2.
+
+    Each of `num_repetitions` cuts space into 2 ** `num_simhash_projections` partitions. `projection_dim` None keeps the tokens' own
+    width, `final_projection_dim` None keeps all cells.
+    """
+
+    num_repetitions: int = 40
+    num_simhash_projections: int = 6
+    projection_dim: int | None = None
+    final_projection_dim: int | None = 10240
+    seed: int = 42
+    normalize: bool = False
+    fill_empty_partitions: bool = False
+
+    @property
+    def partitions(self) -> int:
+        """Partitions of one repetition."""
+        return 1 << self.num_simhash_projections
+
+    def cells(self, dim: int) -> int:
+        """Values of one item before the final projection, for tokens of width `dim`."""
+        return self.num_repetitions * self.partitions * (self.projection_dim or dim)
+
+    def width(self, dim: int, path: str = "muvera") -> int:
+        """Values of one result, for tokens of width `dim`. Raises InvalidInput above MAX_WIDTH, or MAX_CELLS before the projection."""
+        cells = self.cells(dim)
+        if cells > MAX_CELLS:
+            raise _bad(path, f"at most {MAX_CELLS} repetitions x partitions x token width", str(cells))
+        width = self.final_projection_dim or cells
+        if width > MAX_WIDTH:
+            raise _bad(path, f"a result of at most {MAX_WIDTH} values (final_projection_dim shortens it)", str(width))
+        return width
+
+
+def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path: str) -> Muvera:
+    """`defaults` (the contract's, if None) with the keys of `raw` over them.
+
+    Null unsets a key, except that it means "none" for the two projections. Raises InvalidInput with the path of an unknown key, a value
+    of the wrong type or out of range, or of `raw` itself if the result would be too wide for any token width.
+    """
+    if raw is not True and not isinstance(raw, Mapping):
+        raise _bad(path, "true, false, null or a map", _got(raw))
+    known = Muvera.__struct_fields__
+    changes: dict[str, int | bool | None] = {}
+    for name, value in () if raw is True else raw.items():
+        if name not in known:
+            where = f"{path}.{str(name)[:64]}"
+            raise InvalidInput(f"{where}: no such key, expected one of {', '.join(known)}", reason="schema", param=where)
+        if value is not None:
+            changes[name] = _whole(f"{path}.{name}", value, name) if name in _WHOLE else _boolean(f"{path}.{name}", value)
+        elif name in _NULLABLE:
+            changes[name] = None
+    made: Muvera = msgspec.structs.replace(defaults or Muvera(), **changes)
+    made.width(1, path)
+    return made
+
+
+def _whole(path: str, value: object, name: str) -> int:
+    low, high = _WHOLE[name]
+    if isinstance(value, float) and value.is_integer():  # how some clients write whole numbers
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        raise _bad(path, f"a whole number from {low} to {high}{' or null' if name in _NULLABLE else ''}", _got(value))
+    return value
+
+
+def _boolean(path: str, value: object) -> bool:
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise _bad(path, "true or false", _got(value))
+
+
+def _got(value: object) -> str:
+    """Numbers as they are, anything that may hold a client's text by its type."""
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else repr(value)
+    return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)
+
+
+def _bad(path: str, expected: str, got: str) -> InvalidInput:
+    return InvalidInput(f"{path}: expected {expected}, got {got}", reason="schema", param=path)

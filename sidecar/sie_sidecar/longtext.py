@@ -1,0 +1,265 @@
+"""A text far longer than the limit is tokenised in pieces, from the end that is kept, until the limit is reached.
+
+    text ──► pieces, cut only where every tokenizer step treats both sides apart ──► ids of each piece ──► joined: ids of the whole text
+
+Why the joined ids equal those of the whole text. A cut lies between a character that is not white space and the white space after it (some
+pipelines allow more places). Then, step by step:
+
+- Added tokens: matches are leftmost and do not overlap, so only a match across the cut could tell the whole from its parts. A pattern of
+  places that any added token could straddle, the white space that its `rstrip` takes included, is narrowed or given up.
+- Normalizers: white space is a starter that composes with nothing before it and begins a grapheme, so NFC to NFKD, Precompiled charsmaps
+  (which work by grapheme) and maps of single characters never look across. Letters that begin a grapheme with what follows (prepended
+  marks) are no left side.
+- Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without one (Llama 2, Gemma) BPE sees the text as one
+  word; merges then act on both sides apart, because no token of the vocabulary holds a space after something else.
+- The first word of a text is treated specially (a prepended space), so each later piece follows the one-word text SENTINEL, whose tokens
+  are dropped. What treats the text after each added token so is not cut there.
+
+A pipeline that is not recognised is tried on hard text, as are all others for good measure; one that fails is never cut.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain, islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+FIRST_CHARACTERS_PER_TOKEN = 8  # of the first piece: English has 4 to 5, so that one piece is nearly always enough
+GROWTH = 4
+MAX_PIECE_CHARACTERS = 1 << 18  # bounds memory: a token takes some 100 bytes in the tokenizer
+
+SENTINEL = "x"
+_CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+# U+0D4E and some beyond the first plane join the grapheme of what follows
+_LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
+_SPACE = rf"(?<={_LEFT})(?= )"
+_WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
+_IDEOGRAPHS = r"(?<=[\u4e00-\u9fff])(?=[\u4e00-\u9fff])"
+_CLAUSE = rf"(?<=[A-Za-z\u4e00-\u9fff])(?=[\r\n{_CLAUSE_MARKS}])"
+# letters and digits that no normalization form turns into punctuation, with which an added token may end
+_NARROW = r"(?<=[^\W_\u0080-\u00bf\u0d4e\u2000-\u303f\u3200-\u33ff\ua000-\uabff\ud7a4-\U0010ffff])(?= )"
+
+_LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip", "Precompiled", "Prepend", "BertNormalizer", "Nmt"}
+_WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
+_OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
+
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None matches white space after anything else,
+# but for newlines after punctuation; none continues a letter with a clause mark; only white space looks ahead, at one character.
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_KNOWN_ALTERNATIVES = {
+    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _CONTRACTION, "'(?i:[sdmt]|ll|ve|re)"),
+    *(
+        r" ?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        *_CASED,
+        *(each + _CONTRACTION + "?" for each in _CASED),
+    ),
+    *(r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}", r"\s+", r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]"),
+    *(rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{after}" for marks in ("", r"\p{M}") for after in ("", r"[\r\n]*", r"[\r\n/]*")),
+}
+
+HARD_TEXT = (
+    *(" ", "  ", "   ", "\t", "\n", "\r\n", "\u00a0", "\u3000", "\u2028", "\u200d", "\ufeff", "\x00", "\x1f", "\u2581", "\u0120"),
+    *(
+        "'s",
+        "'",
+        "...",
+        "!",
+        "``",
+        "_",
+        "x",
+        "7",
+        "1234",
+        "\u0301",
+        "e\u0301",
+        "\u1100",
+        "\u1161",
+        "\ud55c",
+        "\u0d4e",
+        "\u0915\u094d\u0937",
+    ),
+    *("\u4e2d\u6587", "\u3002", "\u05e9\u05dc\u05d5\u05dd", "\u202e", "\u0627\u0644", "\U0001f469\u200d\U0001f4bb", "\U0001f1e9\U0001f1ea"),
+    *("\ufb01", "\u0130", "\u03a3", "\u1e9b\u0323", "\uff21", "hello", "The", "naive"),
+)
+
+
+class LongTexts:
+    """Ids of long texts by one tokenizer that neither truncates nor pads. Finding the places takes tens of milliseconds, at first use."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def places(self) -> re.Pattern[str] | None:
+        """Where a text may be cut: matches of width 0. None: nowhere."""
+        pattern = _pattern(self._tokenizer)
+        if pattern is None or not self._holds(pattern):
+            return None
+        return pattern
+
+    def read(self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool) -> list[tuple[NDArray[np.int32], int]]:
+        """The first (`from_end`: last) `room` ids of each text without special tokens, int32, and how many there are at least.
+
+        The number is exact when it is at most `room`, or with `count_all`, which reads each text to its end.
+        """
+        readings = [_Reading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
+        going = readings
+        while going:
+            pieces = [(reading, piece) for reading in going if (piece := next(reading.pieces, None)) is not None]
+            for (reading, _), ids in zip(pieces, self._encode([piece for _, piece in pieces]), strict=True):
+                reading.take(ids, room)
+            going = [reading for reading, _ in pieces if count_all or reading.count <= room]
+        return [(reading.ids(room, from_end), reading.count) for reading in readings]
+
+    def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
+        """Pieces in the order of reading, each with the number of its first tokens that are the sentinel's."""
+        if self.places is None:
+            return iter([(text, 0)])
+        return (self._piece(text, start, end) for start, end in (_backward if from_end else _forward)(text, max(size, 1), self.places))
+
+    def _piece(self, text: str, start: int, end: int) -> tuple[str, int]:
+        return (SENTINEL + text[start:end], self._sentinel) if start else (text[:end], 0)
+
+    @cached_property
+    def _sentinel(self) -> int:
+        return len(self._tokenizer.encode(SENTINEL, add_special_tokens=False))
+
+    def _encode(self, pieces: Sequence[tuple[str, int]]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)
+        return [encoding.ids[dropped:] for (_, dropped), encoding in zip(pieces, encodings, strict=True)]
+
+    def _holds(self, places: re.Pattern[str]) -> bool:
+        """Whether the pieces of hard texts, cut at every place, give the ids of the whole."""
+        rng = random.Random(0)  # noqa: S311 - the same trial in each process
+        added = [token.content for token in islice(self._tokenizer.get_added_tokens_decoder().values(), 64)]
+        vocabulary = sorted(self._tokenizer.get_vocab())
+        spelt = [re.sub("[\u2581\u0120]", " ", token).removeprefix("##") for token in rng.sample(vocabulary, min(256, len(vocabulary)))]
+        for _ in range(100):
+            text = "".join(rng.choice(rng.choice((HARD_TEXT, added or HARD_TEXT, spelt, (" ", " a")))) for _ in range(100))
+            bounds = [0, *(found.start() for found in places.finditer(text)), len(text)]
+            whole, *pieces = self._encode([(text, 0), *(self._piece(text, *each) for each in pairwise(bounds))])
+            if whole != list(chain.from_iterable(pieces)):
+                return False
+        return True
+
+
+class _Reading:
+    """One text being read: the ids so far, no more than are needed, and their number."""
+
+    def __init__(self, pieces: Iterator[tuple[str, int]]) -> None:
+        self.pieces = pieces
+        self.count = 0
+        self._parts: list[list[int]] = []
+
+    def take(self, ids: list[int], room: int) -> None:
+        if self.count < room:
+            self._parts.append(ids)
+        self.count += len(ids)
+
+    def ids(self, room: int, from_end: bool) -> NDArray[np.int32]:
+        joined = np.array(list(chain.from_iterable(reversed(self._parts) if from_end else self._parts)), np.int32)
+        return joined[max(0, len(joined) - room) :] if from_end else joined[:room]
+
+
+def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """Bounds of pieces of at least `size` characters, growing, from the start of the text."""
+    start = 0
+    while start < len(text):
+        found = places.search(text, start + size)
+        end = found.start() if found else len(text)
+        yield start, end
+        start, size = end, min(size * GROWTH, MAX_PIECE_CHARACTERS)
+
+
+def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """As `_forward`, from the end; of the places in a window the first one is taken, so a piece may be shorter."""
+    end = len(text)
+    while end:
+        low, above, found = max(0, end - size), end, None
+        while low and (found := places.search(text, low, above)) is None:
+            low, above = max(0, low - size), low
+        start = found.start() if found else 0
+        yield start, end
+        end, size = start, min(size * GROWTH, MAX_PIECE_CHARACTERS)
+
+
+def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """The places that the pipeline's steps allow; those of an unknown pipeline are a guess to be tried."""
+    normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    marks = any(step.get("content") == "\u2581" for step in normalizers)
+    known = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)
+    kinds = {step["type"] for step in steps if _splits(step) and (step["type"] == "Metaspace" or not marks)}
+    if not kinds and all(map(_is_known, steps)) and not _spaces_begin_tokens(tokenizer):
+        return None
+    wider = []
+    if known and kinds & _WHITE_SPACE_SPLITTERS:
+        wider.append(_WHITE_SPACE)
+        if any(step.get("handle_chinese_chars") for step in normalizers):
+            wider.append(_IDEOGRAPHS)
+    elif known and kinds & {"Split", "ByteLevel"} and not any(step.get("add_prefix_space") for step in steps):
+        wider.append(_CLAUSE)
+    replaced = [step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]]
+    tokens = list(tokenizer.get_added_tokens_decoder().values())
+    # these change the start of each stretch between added tokens, so a cut must not follow one
+    at_start = not known or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
+    for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
+        straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
+        # of a word alone, what it follows matters
+        alone = any(token.single_word and pattern.search(SENTINEL + token.content, 1) for token in tokens)
+        if not straddled and not alone and not any(map(pattern.search, replaced)):
+            return pattern
+    return None
+
+
+def _steps(component: Any, key: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer as its serialised form names them, sequences unrolled."""
+
+    def unrolled(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        return [step for each in state[key] for step in unrolled(each)] if state["type"] == "Sequence" else [state]
+
+    return [] if component is None else list(unrolled(json.loads(component.__getstate__())))
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    if step["type"] != "Replace":
+        return step["type"] in _LOCAL_NORMALIZERS
+    literal = step["pattern"].get("String")
+    if (literal or step["pattern"].get("Regex")) in _OF_WHITE_SPACE:
+        return step["content"] in (" ", "\u2581")
+    return literal is not None and not re.search(r"\s", literal + step["content"])
+
+
+def _is_known(step: dict[str, Any]) -> bool:
+    kind = step["type"]
+    if kind == "Split" and "String" in step["pattern"]:
+        return bool(step["pattern"]["String"] == " ")
+    return _splits(step) or kind in ("Digits", "ByteLevel", "Metaspace") or (kind == "Punctuation" and step["behavior"] == "Isolated")
+
+
+def _splits(step: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer is known to begin a word at white space after anything else."""
+    kind = step["type"]
+    if kind == "Split":
+        kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
+        alternatives = re.split(r"\|(?![^(]*\))", step["pattern"].get("Regex", ""))
+        return kept and set(alternatives) <= _KNOWN_ALTERNATIVES
+    return kind in _WHITE_SPACE_SPLITTERS or bool(kind == "Metaspace" and step["split"]) or bool(kind == "ByteLevel" and step["use_regex"])
+
+
+def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
+    """Whether BPE over a whole text treats both sides of a space apart: no token holds one after something else, and it is no unknown."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    across = re.compile("[^\u2581\u0120][\u2581\u0120]")
+    is_bpe = json.loads(tokenizer.model.__getstate__())["type"] == "BPE"
+    return is_bpe and not vocabulary.keys().isdisjoint("\u2581\u0120") and not any(map(across.search, vocabulary))

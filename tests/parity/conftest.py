@@ -1,0 +1,77 @@
+"""One engine, and each checkpoint built, loaded and encoded once a session. `--parity-table FILE` writes the worst values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, add_modules, build, modules_of
+from parity.engine import ParityEngine, Served
+from parity.reference import Reference
+from parity.table import ParityTable
+
+from sie_contracts.catalogue import Precision
+
+Folders = Callable[[str], Path]
+Serve = Callable[..., Served]
+References = Callable[[str, str], Reference]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-table", metavar="FILE", help="write the table of worst values there")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The sentence-transformers folder of an architecture."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        architecture = ARCHITECTURES[name]
+        return add_modules(build(root / name.replace(" ", "-"), architecture), modules_of(architecture))
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def serve(folders: Folders) -> Iterator[Serve]:
+    """Loads an architecture in a precision through the adapter; skips where this machine has no such precision."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a lane
+    engine = ParityEngine()
+
+    @functools.cache
+    def served(name: str, precision: Precision, *, padded: bool = False) -> Served:
+        architecture = ARCHITECTURES[name]
+        loaded = engine.load(folders(name), precision, width=architecture.width, max_tokens=MAX_TOKENS, padded=padded)
+        if loaded.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        return loaded
+
+    yield served
+    engine.stop()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def references(folders: Folders) -> References:
+    """Sentence-transformers on the folder of an architecture, in a precision."""
+
+    @functools.cache
+    def reference(name: str, precision: str) -> Reference:
+        return Reference(folders(name), precision)
+
+    return reference
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest) -> Iterator[ParityTable]:
+    collected = ParityTable()
+    yield collected
+    # absent where this file was not read before the command line was parsed
+    if target := request.config.getoption("parity_table", default=None):
+        Path(target).write_text(collected.markdown(ARCHITECTURES))

@@ -1,0 +1,155 @@
+"""Small random folders of GLiNER and GLiClass models, each of the package's real class, with tokenizers trained here.
+
+Weights are scaled up from their initial values, so that scores differ from text to text and from label to label.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from oracle import WORDS
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from sie_adapter.device import AttentionFacts, Compute
+from sie_contracts.catalogue import ModelEntry, parse_entry
+
+GlinerKind = Literal["span", "token", "bi", "bi-token"]
+
+# of many seeds, those whose scores lie on both sides of 0.5 for each label
+_SEEDS: dict[GlinerKind, int] = {"span": 6, "bi": 5, "token": 2, "bi-token": 4}
+
+_BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_MARKS = ("[FLERT]", "<<ENT>>", "<<SEP>>")
+_CLASS_MARKS = ("<<LABEL>>", "<<SEP>>", "<<EXAMPLE>>")
+_BACKBONE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+DEBERTA = {
+    **_BACKBONE, "model_type": "deberta-v2", "relative_attention": True, "position_buckets": 16, "max_position_embeddings": 64,
+    "norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+    "type_vocab_size": 0, "layer_norm_eps": 1e-7, "max_relative_positions": -1,
+}  # fmt: skip
+BERT = {**_BACKBONE, "model_type": "bert", "max_position_embeddings": 128}
+
+
+@functools.cache
+def _lines() -> tuple[str, ...]:
+    return tuple(f"{first} {second}, {first}s." for first in WORDS for second in (*WORDS, "שלום", "مدينة", "東京", "Zürich", "👍"))
+
+
+def _tokenizer(algorithm: Literal["wordpiece", "unigram"]) -> Tokenizer:
+    if algorithm == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer: Any = trainers.WordPieceTrainer(vocab_size=400, special_tokens=list(_BERT_SPECIALS), show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=list(_BERT_SPECIALS), unk_token="[UNK]", show_progress=False)
+    tokenizer.train_from_iterator(_lines(), trainer)
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends)
+    return tokenizer
+
+
+@functools.cache
+def _wrapped(algorithm: Literal["wordpiece", "unigram"], *marks: str, max_tokens: int = 100_000) -> PreTrainedTokenizerFast:
+    names = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(algorithm), model_max_length=max_tokens, **names)
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    return tokenizer
+
+
+def _shake(model: torch.nn.Module, seed: int) -> None:
+    """Random weights everywhere, biases and norms too: their initial 0 and 1 would hide that one is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scale = 0.1 if parameter.dim() < 2 or "prompt_rep_layer.3" in name else 0.25
+        parameter.data = noise * scale + (1.0 if parameter.dim() == 1 and "norm" in name.lower() and name.endswith("weight") else 0.0)
+
+
+def gliner_folder(
+    folder: Path, kind: GlinerKind = "span", *, max_len: int = 384, described: bool = True, pickled: bool = False, wordpiece: bool = False
+) -> Path:
+    """A folder that the package loads too. Not `described`: like the first checkpoints, without the backbone's configuration and
+    tokenizer, which lie below it under the backbone's name."""
+    from gliner import GLiNER, GLiNERConfig
+
+    is_bi = kind.startswith("bi")
+    tokenizer = copy.deepcopy(_wrapped("wordpiece" if is_bi or wordpiece else "unigram", *(() if is_bi else _MARKS)))
+    folder.mkdir(parents=True)
+    config: dict[str, Any] = {
+        "model_name": "no/backbone", "hidden_size": 24, "max_width": 4, "max_len": max_len, "dropout": 0.1, "num_rnn_layers": 1,
+        "span_mode": "token_level" if kind.endswith("token") else "markerV0", "vocab_size": len(tokenizer),
+        "class_token_index": tokenizer.convert_tokens_to_ids("<<ENT>>") if not is_bi else -2,
+        "encoder_config": {**(BERT if is_bi else DEBERTA), "vocab_size": len(tokenizer), "max_position_embeddings": 1024},
+    }  # fmt: skip
+    if is_bi:
+        labels = folder / "labels"
+        label_tokenizer = _wrapped("wordpiece", max_tokens=64)
+        label_tokenizer.save_pretrained(labels)
+        label_config = {**BERT, "vocab_size": len(label_tokenizer), "hidden_size": 16, "num_hidden_layers": 1}
+        (labels / "config.json").write_text(json.dumps(label_config))
+        config |= {"labels_encoder": str(labels), "labels_encoder_config": label_config}
+    torch.manual_seed(0)
+    plain = GLiNERConfig(**copy.deepcopy(config))
+    kind_class = GLiNER._get_gliner_class(plain)
+    model = kind_class(kind_class.config_class(**copy.deepcopy(config)), tokenizer=tokenizer, backbone_from_pretrained=False)
+    _shake(model.model, _SEEDS[kind])
+    model.save_pretrained(folder, safe_serialization=not pickled)
+    if not described:
+        backbone = folder / "no" / "backbone"
+        tokenizer.save_pretrained(backbone)
+        (backbone / "config.json").write_text(json.dumps(config.pop("encoder_config")))
+        (folder / "gliner_config.json").write_text(json.dumps(config))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).unlink()
+    return folder
+
+
+def gliclass_folder(folder: Path, *, prompt_first: bool = True) -> Path:
+    """A uni-encoder with a DeBERTa backbone that the package loads too."""
+    from gliclass import GLiClassModel, GLiClassModelConfig
+
+    tokenizer = _wrapped("unigram", *_CLASS_MARKS)
+    marks = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(("class", "text", "example"), _CLASS_MARKS, strict=True)}
+    config = GLiClassModelConfig(
+        encoder_config={**DEBERTA, "vocab_size": len(tokenizer)}, encoder_model="no/backbone", hidden_size=32, vocab_size=len(tokenizer),
+        prompt_first=prompt_first, **{f"{name}_token_index": number for name, number in marks.items()},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GLiClassModel(config)
+    _shake(model, seed=2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def entry_of(folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None) -> ModelEntry:
+    """A catalogue entry for a folder."""
+    output = "entities" if family == "gliner" else "classifications"
+    run = {"parameters": parameters} if parameters else {}
+    raw = {"id": f"test/{folder.name}", "weights": {"path": str(folder)}, "family": family, "outputs": {output: 0}, "run": run}
+    return parse_entry({**raw, "max_tokens": max_tokens})
+
+
+def on_cpu(dtype: torch.dtype = torch.float32) -> Compute:
+    """Where the tests run."""
+    return Compute(torch.device("cpu"), dtype, "sdpa", "test", AttentionFacts("cpu"))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Load the weights of a folder, change them and write them back."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -1,0 +1,203 @@
+"""Dense vectors of every text architecture equal sentence-transformers' on the same folder, packed and padded, in any company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import WORDS, cosines
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, build
+from parity.conftest import Folders, References, Serve
+from parity.engine import Served, Vectors
+from parity.reference import Reference
+from parity.table import Agreement, ParityTable
+from safetensors.numpy import load_file
+
+from sie_contracts.errors import ModelLoadFailed
+
+# What each architecture runs; one that silently falls back from packed to padded fails here.
+ATTENTION = {
+    **dict.fromkeys(ARCHITECTURES, "sdpa"),
+    **dict.fromkeys(("mpnet", "deberta-v2", "mistral bidirectional sliding"), "sdpa padded"),
+    "gemma2": "eager padded",  # scores are capped, which neither the packed kernels nor sdpa do
+}
+PRECISIONS = ("float32", "bfloat16")
+WRONG = {
+    "gemma2": "its load fails: the fall-back asks for sdpa, which transformers refuses for Gemma2 because of the softcap",
+}
+MAX_DIFFERENCE = {"float32": 1e-5, "bfloat16": 0.05}  # of a component, in units of the vector's norm
+MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
+# The worst of 64 random texts is noise, their mean is not: one text moves by a factor of 2 when nothing but the order of a sum changes.
+MAX_MEAN_OF_STOCK = 1.5
+MAX_WORST_OF_STOCK = 3.0
+
+_EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 130, 255, 500, MAX_TOKENS)
+_ODD = (
+    "", "Zürich, 東京 and 😀", "שלום עולם, مرحبا", "tab\tline\nthe end", "UPPER naïve it's (a) 3.14", "unsearchable" * 9,
+    "one " * MAX_TOKENS + "past the limit",
+)  # fmt: skip
+
+
+def architectures(names: Iterable[str] = ARCHITECTURES) -> Any:
+    """Parametrises a test with `names`; what is known to be wrong is expected to fail."""
+    marks = {name: pytest.mark.xfail(strict=True, raises=ModelLoadFailed, reason=reason) for name, reason in WRONG.items()}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
+
+
+PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
+
+
+def ragged(served: Served) -> list[str]:
+    """64 texts of mixed lengths in mixed order: the shortest that there are, both sides of every window, equal lengths, odd texts."""
+    special = len(served.tokens([""])[0])
+    rng = random.Random(0)
+    lengths = [*range(special, special + 10), *_EDGES]
+    lengths += [int(min(200, rng.lognormvariate(3.2, 1.0))) + special for _ in range(64 - len(lengths) - len(_ODD))]
+    texts = [" ".join(rng.choices(WORDS, k=length - special)) for length in lengths]
+    assert [len(ids) for ids in served.tokens(texts)] == lengths
+    texts += _ODD
+    rng.shuffle(texts)
+    return texts
+
+
+def agreement(got: Vectors, expected: Vectors) -> Agreement:
+    norms = np.linalg.norm(expected, axis=1, keepdims=True)
+    cosine = cosines(got, expected)
+    return Agreement(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
+
+
+def check(name: str, precision: str, served: Served, references: References, table: ParityTable) -> None:
+    """Batches of 64, in each pooling, and of 1, 2, 5, 20 and 36, against the float32 reference."""
+    texts, poolings = ragged(served), ARCHITECTURES[name].poolings
+    assert len(texts) == 64
+    expected = references(name, "float32").pooled(texts, poolings)
+    own = references(name, precision).pooled(texts, poolings)
+    found = [(pooling, served.encode(texts, pooling=pooling)) for pooling in poolings]
+    parts = [served.encode(texts[start:stop]) for start, stop in ((0, 1), (1, 3), (3, 8), (8, 28), (28, 64))]
+    for pooling, vectors in [*found, (poolings[0], np.concatenate(parts))]:
+        stock, ours = (agreement(side, expected[pooling]) for side in (own[pooling], vectors))
+        table.record(name, "stock", precision, stock)
+        table.record(name, "padded" if served.attention.endswith("padded") else "packed", precision, ours)
+        assert ours.difference <= MAX_DIFFERENCE[precision]
+        if ours.cosine < MIN_COSINE[precision]:
+            assert 1 - ours.cosine <= MAX_WORST_OF_STOCK * (1 - stock.cosine)
+        if precision != "float32":
+            assert ours.mean_distance <= MAX_MEAN_OF_STOCK * stock.mean_distance
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@architectures()
+def test_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
+    """W3, W4."""
+    check(name, precision, serve(name, precision), references, table)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@architectures(PACKED)
+def test_padded_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
+    """What any of them falls back to is right too."""
+    served = serve(name, precision, padded=True)
+    assert served.attention.endswith("padded")
+    check(name, precision, served, references, table)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@architectures()
+def test_each_architecture_runs_the_attention_it_should(name: str, precision: str, serve: Serve) -> None:
+    assert serve(name, precision).attention == ATTENTION[name]
+
+
+@architectures()
+def test_a_folder_is_served_as_its_own_files_say(name: str, serve: Serve, references: References) -> None:
+    """Tokens, the stored pooling, Dense modules and normalisation, without a word in the request."""
+    served, reference = serve(name, "float32"), references(name, "float32")
+    texts = ragged(served)
+    assert [ids.tolist() for ids in served.tokens(texts)] == reference.ids(texts)
+    found = agreement(served.encode(texts[:20], normalize=True), reference.encode(texts[:20]))
+    assert found.cosine >= MIN_COSINE["float32"]
+    assert found.difference <= MAX_DIFFERENCE["float32"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@architectures()
+def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serve: Serve) -> None:
+    """In float32 to rounding; in bfloat16 another kernel may round otherwise, by less than bfloat16 itself costs."""
+    served = serve(name, precision)
+    texts = ragged(served)
+    together = served.encode(texts)
+    alone = np.concatenate([served.encode([text]) for text in texts[:24]])
+    backwards = served.encode(texts[::-1])[::-1]
+    for other in (alone, backwards):
+        found = agreement(other, together[: len(other)])
+        assert found.cosine >= (1 - 1e-9 if precision == "float32" else MIN_COSINE[precision])
+        assert found.difference <= (2e-6 if precision == "float32" else MAX_DIFFERENCE[precision])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@architectures()
+def test_two_lanes_at_once_give_what_one_gives(name: str, precision: str, serve: Serve) -> None:
+    served = serve(name, precision)
+    texts = ragged(served)
+    batches = [texts[start : start + 8] for start in range(0, 64, 8)]
+    one_by_one = [served.encode(batch) for batch in batches]
+    for got, expected in zip(served.encode_at_once(batches, lanes=2), one_by_one, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@architectures()
+def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, serve: Serve) -> None:
+    served = serve(name, "float32")
+    ids = served.tokens([" ".join(WORDS[:16])])[0]
+    changed = ids.copy()
+    changed[-1] = ids[-2]
+    assert changed[-1] != ids[-1]
+    before, after = served.encode_ids([ids, changed], pooling="cls")
+    moved = float(np.abs(after - before).max() / np.linalg.norm(before))
+    assert moved <= 1e-6 if ARCHITECTURES[name].causal else moved >= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("modernbert", {"local_attention": 130}),
+        ("modernbert", {"local_rope_theta": 160000.0}),
+        ("modernbert narrow", {"global_rope_theta": 5000.0}),
+        ("modernbert narrow", {"global_attn_every_n_layers": 3}),
+        ("nomic_bert", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
+        ("gte", {"rope_parameters": {"rope_type": "default", "rope_theta": 160000.0}}),
+        ("gemma3 bidirectional", {"sliding_window": 66}),
+        ("gemma3 bidirectional", {"use_bidirectional_attention": False, "sliding_window": 33}),
+        ("gemma3 causal", {"rope_local_base_freq": 1e6}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"sliding_window": 65}),
+        ("qwen2 causal", {"is_causal": False}),
+        ("qwen2 sliding", {"sliding_window": 49}),
+        ("qwen3 bidirectional", {"is_causal": True}),
+        ("mistral causal", {"sliding_window": 65}),
+        ("mistral bidirectional sliding", {"sliding_window": None}),
+        ("llama bidirectional", {"is_causal": True}),
+        ("deberta-v2", {"position_buckets": 64}),
+    ],
+)
+def test_a_setting_that_is_ignored_would_show(
+    name: str, change: dict[str, Any], serve: Serve, references: References, tmp_path: Path
+) -> None:
+    """The same weights with the setting changed are further from the reference than the bound, so the tests above notice it."""
+    architecture = ARCHITECTURES[name]
+    texts = [" ".join(random.Random(seed).choices(WORDS, k=length)) for seed, length in enumerate((40, 80, 150, 500))]
+    other = Reference(build(tmp_path / "other", architecture, **change), "float32").pooled(texts, architecture.poolings)
+    same = references(name, "float32").pooled(texts, architecture.poolings)
+    assert max(agreement(other[pooling], same[pooling]).difference for pooling in architecture.poolings) > MAX_DIFFERENCE["float32"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_bias_and_no_norm_of_a_checkpoint_is_neutral(name: str, folders: Folders) -> None:
+    tensors = load_file(folders(name) / "model.safetensors")
+    vectors = {key: tensor for key, tensor in tensors.items() if tensor.ndim == 1}
+    assert vectors
+    assert [key for key, tensor in tensors.items() if tensor.std() < 0.01] == []
+    assert ARCHITECTURES[name].tokenizer.ids()["pad_token_id"] != 0

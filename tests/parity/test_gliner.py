@@ -1,0 +1,451 @@
+"""GLiNER through the adapter against the package called directly on the same folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+import shutil
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gliner import GLiNER
+from oracle import WORDS, ragged_texts
+from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_cpu
+
+from sie_adapter.families import gliner as family
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.families.gliner import GlinerModel
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+
+KINDS: tuple[GlinerKind, ...] = ("span", "token", "bi", "bi-token")
+LABELS = ("person", "river mountain", "Engine")
+THRESHOLD = {"span": 0.3, "token": 0.3, "bi": 0.5, "bi-token": 0.25}
+
+Entities = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("gliner")
+    return {kind: gliner_folder(root / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def models(folders: dict[str, Path]) -> dict[str, GlinerModel]:
+    return {kind: load(folder) for kind, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def oracles(folders: dict[str, Path]) -> dict[str, Any]:
+    return {kind: GLiNER.from_pretrained(str(folder)) for kind, folder in folders.items()}
+
+
+def load(folder: Path, **kwargs: Any) -> GlinerModel:
+    entry = entry_of(folder, "gliner", **kwargs)
+    return GlinerModel(folder, entry, entry.load, on_cpu())
+
+
+def options(kind: str, labels: tuple[str, ...] = LABELS, threshold: float | None = None, **parameters: Any) -> ExtractOptions:
+    return ExtractOptions(labels, THRESHOLD[kind] if threshold is None else threshold, parameters)
+
+
+def extract(model: GlinerModel, texts: list[str], wanted: ExtractOptions) -> list[Entities]:
+    results = model.extract(texts, [wanted] * len(texts))
+    return [result["entities"] for result in results if isinstance(result, dict)]
+
+
+def assert_equal(ours: Entities, theirs: Entities) -> None:
+    assert [{**entity, "score": 0} for entity in ours] == [{**entity, "score": 0} for entity in theirs]
+    assert [entity["score"] for entity in ours] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
+
+
+def failed(result: Any, kind: type[SIEError]) -> SIEError:
+    assert isinstance(result, kind)
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parameters", [{}, {"flat_ner": False}, {"flat_ner": False, "multi_label": True}])
+def test_entities_equal_those_of_the_package(
+    models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind, parameters: dict[str, bool]
+) -> None:
+    texts = [*ragged_texts(24, seed=3), "Zürich, the harbour (search): e-mail to an_index_of 3.14!", "  queue\n\tstream  "]
+    ours = extract(models[kind], texts, options(kind, **parameters))
+    rows = 1 if "token" in kind else 5  # the package takes the padding of a token-level batch for words
+    theirs = oracles[kind].inference(texts, list(LABELS), threshold=THRESHOLD[kind], batch_size=rows, **parameters)
+    assert sum(map(len, theirs)) > 40
+    for text, found, expected in zip(texts, ours, theirs, strict=True):
+        assert_equal(found, expected)
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+
+
+def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
+    texts = ragged_texts(6, seed=4)
+    for parameters, threshold in (({}, 0.5), ({"threshold": 0.2}, 0.2)):
+        [*ours] = models["span"].extract(texts, [ExtractOptions(LABELS, None, parameters)] * 6)
+        for result, expected in zip(ours, oracles["span"].inference(texts, list(LABELS), threshold=threshold), strict=True):
+            assert_equal(result["entities"], expected)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_item_is_independent_of_its_batch(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
+    """64 ragged texts, three label lists and two thresholds in one batch: each as if it were alone."""
+    texts = [*ragged_texts(61, seed=5, longest=120), "", "queue", " ".join(WORDS * 4)]
+    lists = (LABELS, LABELS[::-1], ("vector",))
+    wanted = [options(kind, lists[index % 3], (0.3, 0.5)[index % 2]) for index in range(64)]
+    for together, text, own in zip(models[kind].extract(texts, wanted), texts, wanted, strict=True):
+        [alone] = models[kind].extract([text], [own])
+        assert_equal(together["entities"], alone["entities"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["span", "bi"])
+def test_labels_keep_the_order_and_the_case_of_the_client(
+    models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind
+) -> None:
+    """The prompt of one encoder depends on the order; the vectors of two do not."""
+    text = ragged_texts(1, seed=6)[0]
+    orders = (LABELS, LABELS[::-1], ("Person", *LABELS[1:]))
+    results = [result["entities"] for result in models[kind].extract([text] * 3, [options(kind, order) for order in orders])]  # type: ignore[index]
+    for order, found in zip(orders, results, strict=True):
+        assert_equal(found, oracles[kind].inference([text], list(order), threshold=THRESHOLD[kind])[0])
+    if kind == "bi":
+        assert_equal(results[0], results[1])
+    else:
+        assert results[0] != results[1]
+        assert results[0] != results[2]
+
+
+def test_an_entity_past_the_limit_of_words_is_found_where_it_stands(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
+    """600 words, 384 in a window, 48 shared: entities from word 360 on are those of a second window that begins at word 336.
+
+    One of up to 4 words that begins before may reach over that border, so the comparison leaves these words out.
+    """
+    words = random.Random(7).choices(WORDS, k=600)
+    text = "  ".join(words)
+    [found] = extract(models["span"], [text], options("span"))
+    shift = len("  ".join(words[:336])) + 2
+    middle, clear = len("  ".join(words[:360])) + 2, len("  ".join(words[:364])) + 2
+    second = oracles["span"].inference([text[shift:]], list(LABELS), threshold=THRESHOLD["span"])[0]
+    expected = [{**entity, "start": entity["start"] + shift, "end": entity["end"] + shift} for entity in second]
+    expected = [entity for entity in expected if entity["start"] >= clear]
+    assert expected[-1]["start"] > len("  ".join(words[:384]))
+    assert_equal([entity for entity in found if entity["start"] >= clear], expected)
+    first = oracles["span"].inference(["  ".join(words[:384])], list(LABELS), threshold=THRESHOLD["span"])[0]
+    assert_equal([entity for entity in found if entity["end"] < middle], [entity for entity in first if entity["end"] < middle])
+
+
+@pytest.mark.parametrize("kind", ["span", "token"])
+def test_windows_join_without_doubles_or_overlaps(tmp_path: Path, kind: GlinerKind) -> None:
+    model = load(gliner_folder(tmp_path / kind, kind, max_len=20))
+    texts = [" ".join(random.Random(seed).choices(WORDS, k=37 + 23 * seed)) for seed in range(12)]
+    long, late = 0, 0
+    for text, found in zip(texts, extract(model, texts, options(kind, threshold=0.2)), strict=True):
+        for entity, following in itertools.pairwise(found):
+            assert entity["end"] <= following["start"]
+        long += sum(" " in entity["text"] for entity in found)
+        late += sum(entity["start"] > 0.8 * len(text) for entity in found)
+    assert min(long, late) > 20
+
+
+def test_where_two_windows_disagree_the_better_span_stays(models: dict[str, GlinerModel]) -> None:
+    request = models["span"]._request(options("span"))
+    windows = [(family._Window(0, 0, 20), [(0, 0, "a", 0.9), (14, 17, "a", 0.6), (18, 19, "a", 0.8)])]
+    windows.append((family._Window(0, 12, 32), [(12, 13, "b", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]))
+    assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]
+    windows[0][1][1] = (14, 17, "a", 0.75)
+    assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (14, 17, "a", 0.75), (20, 21, "b", 0.5)]
+
+
+def test_windows_also_end_where_the_encoder_has_no_more_positions(models: dict[str, GlinerModel]) -> None:
+    """The package would read past the position table: 384 words of many tokens are more than 1024 tokens."""
+    rng = random.Random(8)
+    text = " ".join("".join(rng.choices("acdeghiklmnoprstu", k=9)) for _ in range(400))
+    assert len(models["bi"]._counter.encode(text).ids) > 1.5 * models["bi"].max_tokens
+    [found] = extract(models["bi"], [text], options("bi", threshold=0.05))
+    assert max(entity["end"] for entity in found) > 0.9 * len(text)
+    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_without_words_has_no_entities(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
+    assert extract(models[kind], ["", " \n\t ", "queue"], options(kind, threshold=0.0))[:2] == [[], []]
+
+
+def test_characters_without_tokens_do_not_shift_offsets(models: dict[str, GlinerModel], oracles: dict[str, Any]) -> None:
+    """Joiners, direction marks and variation selectors are words of the splitter for which the tokenizer has nothing."""
+    parts = ["👍🏽", "search", "\u200f", "שלום", "queue", "❤\ufe0f", "\u200d", "index", "مدينة", "\u202e", "engine", "東京", "Zürich"]
+    text, plain = " ".join(parts), " ".join(part.strip("\u200f\ufe0f\u200d\u202e") for part in parts)
+    [found] = extract(models["bi"], [text], options("bi", threshold=0.05))
+    theirs = oracles["bi"].inference([plain], list(LABELS), threshold=0.05)[0]
+    assert len(theirs) > 3
+    assert [(entity["text"].split(), entity["label"]) for entity in found] != []
+    bare = [entity["text"].translate(dict.fromkeys(map(ord, "\u200f\ufe0f\u200d\u202e"))).split() for entity in found]
+    assert bare == [entity["text"].split() for entity in theirs]
+    assert [entity["score"] for entity in found] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
+    assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+    assert extract(models["bi"], ["\u200d\u200f"], options("bi", threshold=0.0)) == [[]]
+
+
+def test_a_megabyte_without_spaces_is_one_word(models: dict[str, GlinerModel]) -> None:
+    for kind in ("span", "bi"):
+        text = "searchindex" * 100_000
+        [found, mate] = extract(models[kind], [text, "queue"], options(kind, threshold=0.0))
+        assert [(entity["start"], entity["end"]) for entity in found] == [(0, len(text))]
+        assert mate
+
+
+def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(models: dict[str, GlinerModel]) -> None:
+    text = " ".join(WORDS * 8)
+    for kind in KINDS:
+        [found] = extract(models[kind], [text], options(kind, threshold=-1.0))
+        assert 0 < len(found) <= len(WORDS) * 8
+        assert found[-1]["end"] > len(text) / 2
+    [everything] = extract(models["span"], [text], options("span", threshold=0.0, flat_ner=False, multi_label=True))
+    [some] = extract(models["span"], [text], options("span", threshold=0.5, flat_ner=False, multi_label=True))
+    assert len(some) < len(everything) <= family._CANDIDATES
+    assert all(entity in everything for entity in some)
+
+
+def test_neighbours_of_one_label_are_merged_on_request(models: dict[str, GlinerModel]) -> None:
+    entities = [
+        {"label": "a", "score": 0.5, "start": 0, "end": 4}, {"label": "a", "score": 0.9, "start": 5, "end": 8},
+        {"label": "a", "score": 0.6, "start": 8, "end": 9}, {"label": "b", "score": 0.7, "start": 10, "end": 12},
+        {"label": "a", "score": 0.4, "start": 14, "end": 15},
+    ]  # fmt: skip
+    merged = [(entity["label"], entity["score"], entity["start"], entity["end"]) for entity in family._merged(entities)]
+    assert merged == [("a", 0.9, 0, 9), ("b", 0.7, 10, 12), ("a", 0.4, 14, 15)]
+    texts = ragged_texts(8, seed=9)
+    apart = extract(models["token"], texts, options("token", threshold=0.2))
+    joined = extract(models["token"], texts, options("token", threshold=0.2, merge_adjacent_entities=True))
+    assert sum(map(len, joined)) < sum(map(len, apart))
+    for text, found in zip(texts, joined, strict=True):
+        assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+        for entity, following in itertools.pairwise(found):
+            assert entity["label"] != following["label"] or following["start"] - entity["end"] > 1
+
+
+@contextmanager
+def counted_labels(model: GlinerModel) -> Iterator[list[int]]:
+    """The number of labels of each call of the label encoder."""
+    calls: list[int] = []
+    encoder = model._gliner.model.token_rep_layer.labels_encoder
+    hook = encoder.register_forward_pre_hook(lambda module, given: calls.append(len(given[0])))
+    yield calls
+    hook.remove()
+
+
+def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(folders["bi"])
+    texts = ragged_texts(4, seed=10)
+    with counted_labels(model) as calls:
+        first = extract(model, texts, options("bi"))
+        assert calls == [3]
+        assert extract(model, texts, options("bi")) == first
+        extract(model, texts, options("bi", ("vector", *LABELS)))
+        assert calls == [3, 1]
+        afresh = extract(model, texts, options("bi", precompute_labels=False))
+        assert calls == [3, 1, 3]
+        for kept, computed in zip(first, afresh, strict=True):
+            assert_equal(kept, computed)
+        monkeypatch.setattr(family, "_LABELS_KEPT", 2)
+        extract(model, texts, options("bi", ("bridge",)))
+        extract(model, texts, options("bi", ("bridge", "Engine")))
+        extract(model, texts, options("bi", ("vector",)))
+        assert calls == [3, 1, 3, 1, 1]  # Engine was the last of its list, vector was dropped
+
+
+def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, GlinerModel]) -> None:
+    many = tuple(f"label number {number}" for number in range(600))
+    wanted = [options("span"), options("span", ()), options("span", ("<<ENT>>",)), options("span", many), options("span", LABELS)]
+    good, empty, reserved, long, other = models["span"].extract(["search index queue"] * 5, wanted)
+    assert good == other
+    assert isinstance(good, dict)
+    for result, text in ((empty, "at least one"), (reserved, "<<ENT>>"), (long, "of 1536 tokens")):
+        assert text in failed(result, InvalidInput).message
+
+
+def test_a_label_without_a_token_would_shift_the_words_and_is_refused(tmp_path: Path) -> None:
+    model = load(gliner_folder(tmp_path / "wordpiece", wordpiece=True))
+    good, bare = model.extract(["search index"] * 2, [options("span"), options("span", ("person", "\u200d"))])
+    assert isinstance(good, dict)
+    assert "no token" in failed(bare, InvalidInput).message
+
+
+@contextmanager
+def forward_hook(model: GlinerModel, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = model._gliner.model.register_forward_hook(hook, with_kwargs=True)
+    yield
+    handle.remove()
+
+
+def test_scores_that_are_not_finite_fail_their_item_alone(models: dict[str, GlinerModel]) -> None:
+    texts = ["queue", "queue worker stream", "queue worker"]
+    expected = extract(models["span"], texts, options("span", threshold=0.1))
+
+    def poison(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        for row in (kwargs["text_lengths"][:, 0] == 3).nonzero():
+            output.logits[row, 1, 1, 1] = float("nan")
+
+    with forward_hook(models["span"], poison):
+        first, second, third = models["span"].extract(texts, [options("span", threshold=0.1)] * 3)
+    assert failed(second, InferenceFailed).reason == "not_finite"
+    for result, entities in ((first, expected[0]), (third, expected[2])):
+        assert_equal(result["entities"], entities)  # type: ignore[index]
+
+
+def test_a_batch_that_fails_is_tried_again_text_by_text(models: dict[str, GlinerModel], caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["queue", "queue worker stream", "queue worker"]
+    expected = extract(models["span"], texts, options("span"))
+
+    def fail(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if (kwargs["text_lengths"] == 3).any():
+            raise ValueError("queue worker stream")
+
+    with forward_hook(models["span"], fail):
+        first, second, third = models["span"].extract(texts, [options("span")] * 3)
+    assert "queue" not in failed(second, InferenceFailed).message
+    assert len(caplog.records) == 1
+    for result, entities in ((first, expected[0]), (third, expected[2])):
+        assert_equal(result["entities"], entities)  # type: ignore[index]
+
+
+def test_out_of_memory_is_left_to_the_caller(models: dict[str, GlinerModel]) -> None:
+    def fail(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with forward_hook(models["span"], fail), pytest.raises(torch.OutOfMemoryError):
+        models["span"].extract(["queue", "worker"], [options("span")] * 2)
+
+
+def test_two_threads_give_what_one_gives(models: dict[str, GlinerModel]) -> None:
+    texts = ragged_texts(12, seed=11)
+    for kind in ("span", "bi"):
+        jobs = [(kind, options(kind, LABELS)), (kind, options(kind, LABELS[::-1]))]
+        expected = [extract(models[kind], texts, wanted) for kind, wanted in jobs]
+        found: dict[int, list[list[Entities]]] = {0: [], 1: []}
+
+        def work(number: int, kind: str, wanted: ExtractOptions, found: dict[int, list[list[Entities]]]) -> None:
+            for _ in range(4):
+                found[number].append(extract(models[kind], texts, wanted))
+
+        threads = [threading.Thread(target=work, args=(number, *job, found)) for number, job in enumerate(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number in range(2):
+            assert len(found[number]) == 4
+            for run in found[number]:
+                for ours, alone in zip(run, expected[number], strict=True):
+                    assert_equal(ours, alone)
+
+
+def test_16_bit_weights_give_near_scores(folders: dict[str, Path], oracles: dict[str, Any]) -> None:
+    """All spans above 0.05: random weights amplify rounding more than trained ones, so that single spans move far."""
+    entry = entry_of(folders["span"], "gliner")
+    model = GlinerModel(folders["span"], entry, entry.load, on_cpu(torch.bfloat16))
+    texts = ragged_texts(6, seed=12, longest=40)
+    assert model.precision == "bfloat16"
+    free = {"flat_ner": False, "multi_label": True}  # fewer spans exclude each other
+    differences: list[float] = []
+    spans = 0
+    for found, expected in zip(
+        extract(model, texts, options("span", threshold=0.05, **free)),
+        oracles["span"].inference(texts, list(LABELS), threshold=0.05, **free),
+        strict=True,
+    ):
+        ours, theirs = ({(one["start"], one["end"], one["label"]): one["score"] for one in some} for some in (found, expected))
+        differences += [abs(ours[span] - theirs[span]) for span in ours.keys() & theirs.keys()]
+        spans += len(theirs)
+    assert len(differences) > 0.8 * spans > 200
+    assert 0 < statistics.median(differences) < 0.02
+
+
+def test_folders_without_a_description_of_their_backbone_take_it_from_below(models: dict[str, GlinerModel], tmp_path: Path) -> None:
+    texts = ragged_texts(4, seed=13)
+    for pickled in (False, True):
+        folder = gliner_folder(tmp_path / f"old-{pickled}", described=False, pickled=pickled)
+        model = load(folder)
+        for ours, same in zip(extract(model, texts, options("span")), extract(models["span"], texts, options("span")), strict=True):
+            assert_equal(ours, same)
+        assert model.tokenizer == models["span"].tokenizer
+    shutil.rmtree(folder / "no")
+    with pytest.raises(ModelLoadFailed, match="its backbone no/backbone is not in the hub cache") as caught:
+        load(folder)
+    assert caught.value.extras["error_class"] == "NOT_FOUND"
+
+
+def test_the_entry_may_set_the_words_of_a_window(folders: dict[str, Path]) -> None:
+    assert load(folders["span"], parameters={"max_len": 2048})._max_words == 2048
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("prompt_rep_layer.0.bias"), "1 missing keys: prompt_rep_layer.0.bias"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "1 unexpected keys: extra"),
+        (lambda weights: weights.update({"prompt_rep_layer.0.bias": torch.zeros(3)}), "1 mismatched keys: prompt_rep_layer.0.bias"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: Path, change: Any, message: str) -> None:
+    folder = shutil.copytree(folders["span"], tmp_path / "copy")
+    edit_weights(folder, change)
+    with pytest.raises(ModelLoadFailed, match=message) as caught:
+        load(folder)
+    assert caught.value.extras["error_class"] == "INCOMPATIBLE"
+
+
+class _Opener:
+    """A pickle that opens a file for writing when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def test_neither_weights_nor_configurations_run_code(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["bi"], tmp_path / "copy")
+    marker = tmp_path / "marker"
+    config = json.loads((folder / "gliner_config.json").read_text())
+    config["encoder_config"]["auto_map"] = {"AutoModel": "code.Model", "AutoConfig": "code.Config"}
+    (folder / "code.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    (folder / "gliner_config.json").write_text(json.dumps(config))
+    load(folder)
+    assert not marker.exists()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"neither model.safetensors nor pytorch_model.bin"):
+        load(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": _Opener(marker)}, protocol=2))
+    with pytest.raises(ModelLoadFailed, match="holds more than tensors"):
+        load(folder)
+    assert not marker.exists()
+
+
+def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["span"], tmp_path / "copy")
+    config = json.loads((folder / "gliner_config.json").read_text())
+    for change, message in (({"relations_layer": "dot"}, "relations"), ({"encoder_config": {"model_type": "none"}}, "no encoder none")):
+        (folder / "gliner_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelLoadFailed, match=message):
+            load(folder)
+
+
+def test_what_a_loaded_model_tells_about_itself(models: dict[str, GlinerModel]) -> None:
+    model = models["bi"]
+    assert model.layouts == {"extract": "raw"}
+    assert (model.precision, model.attention, model.max_tokens) == ("float32", "sdpa padded", 1024)
+    assert json.loads(model.tokenizer)["truncation"] is None
+    assert json.loads(model.tokenizer)["padding"] is None
+    weights = sum(parameter.nbytes for parameter in model._gliner.model.parameters())
+    assert weights <= model.memory_bytes < 1.1 * weights
+    assert not any(parameter.requires_grad for parameter in model._gliner.model.parameters())

@@ -1,0 +1,245 @@
+"""Fixed dimensional encodings against the contract's values and against the steps written out per item."""
+
+from __future__ import annotations
+
+import threading
+
+import muvera_naive
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sie_adapter.epilogues import muvera
+from sie_contracts.errors import InvalidInput
+from sie_contracts.muvera import Muvera
+
+PLAIN = Muvera(num_repetitions=1, num_simhash_projections=2, final_projection_dim=None)
+TOKENS = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0.5, 0.5, 0.5, 0.5]])
+
+
+def unit_rows(seed: int, count: int, dim: int) -> torch.Tensor:
+    rows = np.random.default_rng(seed).normal(size=(count, dim))
+    return torch.from_numpy((rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32))
+
+
+def one(tokens: torch.Tensor, parameters: Muvera, *, is_query: bool) -> torch.Tensor:
+    return muvera.encode([tokens], parameters, is_query=is_query)[0]
+
+
+def changed(**changes: object) -> Muvera:
+    return Muvera(**{**{name: getattr(PLAIN, name) for name in Muvera.__struct_fields__}, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("parameters", "is_query", "expected"), [
+    (PLAIN, True, [0.5, 0.5, 1.5, 0.5, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+    (PLAIN, False, [0.25, 0.25, 0.75, 0.25, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+    (changed(fill_empty_partitions=True), False, [0.25, 0.25, 0.75, 0.25, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+    (changed(fill_empty_partitions=True), True, [0.5, 0.5, 1.5, 0.5, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]),
+    (changed(projection_dim=2), True, [0, -1, 0, 0, 0, 1, -1, 0]),
+    (changed(final_projection_dim=8), True, [1.5, 0, 0, -0.5, 0, 2.5, -0.5, 0]),
+])  # fmt: skip
+def test_the_small_values_of_the_contract(parameters: Muvera, is_query: bool, expected: list[float]) -> None:
+    assert one(TOKENS, parameters, is_query=is_query).tolist() == expected
+
+
+def test_the_values_of_the_contract_for_the_defaults() -> None:
+    query = one(unit_rows(7, 32, 128), Muvera(), is_query=True)
+    tokens = unit_rows(8, 200, 128)
+    document, filled = (one(tokens, Muvera(fill_empty_partitions=fill), is_query=False) for fill in (False, True))
+    got = [query[:4].tolist(), query.norm().item(), document.norm().item(), (query @ document).item()]
+    assert got == [
+        pytest.approx([-0.2594, 0.3634, 0.3308, -0.1765], rel=1e-3),
+        *(pytest.approx(v, rel=1e-3) for v in (35.878, 32.720, 36.132)),
+    ]
+    assert [filled.norm().item(), (query @ filled).item()] == pytest.approx([34.932, 34.509], rel=1e-3)
+
+
+PARAMETERS = st.builds(
+    Muvera,
+    num_repetitions=st.integers(1, 5), num_simhash_projections=st.integers(0, 5), projection_dim=st.none() | st.integers(1, 20),
+    final_projection_dim=st.none() | st.integers(1, 300), seed=st.integers(0, 2**40), normalize=st.booleans(),
+    fill_empty_partitions=st.booleans(),
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(
+    PARAMETERS,
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.integers(1, 24),
+    st.booleans(),
+    st.sampled_from([1 << 8, 1 << 12, 1 << 21]),
+)
+def test_a_ragged_batch_equals_the_steps_written_out(parameters: Muvera, lengths: list[int], dim: int, is_query: bool, budget: int) -> None:
+    """Whatever the blocks: the smallest budget holds one item and one repetition."""
+    rows = [unit_rows(seed, count, dim) if count else torch.zeros(0, dim) for seed, count in enumerate(lengths)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muvera, "CPU_BLOCK_BYTES", budget)
+        got = muvera.encode(rows, parameters, is_query=is_query)
+    assert (got.dtype, got.shape) == (torch.float32, (len(rows), parameters.width(dim)))
+    expected = np.stack([muvera_naive.encode(item.numpy(), parameters, is_query=is_query) for item in rows])
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("parameters", [
+    Muvera(), Muvera(fill_empty_partitions=True), Muvera(projection_dim=16, final_projection_dim=None), Muvera(normalize=True),
+])  # fmt: skip
+@pytest.mark.parametrize("is_query", [True, False])
+def test_an_item_does_not_depend_on_its_batch_mates(parameters: Muvera, is_query: bool) -> None:
+    """To the bit, and the items themselves stay as they are."""
+    rows = [unit_rows(seed, count, 64) for seed, count in enumerate([1, 128, 3, 77, 300, 32, 32, 5])]
+    before = [item.clone() for item in rows]
+    together = muvera.encode(rows, parameters, is_query=is_query)
+    for item, got in zip(rows, together, strict=True):
+        assert torch.equal(got, one(item, parameters, is_query=is_query))
+    assert torch.equal(together.flip(0), muvera.encode(rows[::-1], parameters, is_query=is_query))
+    assert all(map(torch.equal, rows, before))
+
+
+def test_tokens_in_a_plane_are_on_the_same_side_in_any_batch() -> None:
+    """Their products with it are rounding alone, which in float32 changes with the shape of the batch."""
+    parameters = Muvera(num_repetitions=1, final_projection_dim=None)
+    plane = torch.from_numpy(muvera_naive.planes(parameters.seed, 128, 6)[:, :1]).double()
+    tokens = unit_rows(5, 512, 128).double()
+    tokens = (tokens - (tokens @ plane) @ plane.T / plane.square().sum()).float()
+    together = muvera.encode(list(tokens.split(1)), parameters, is_query=True)
+    for size in (1, 3, 7):
+        rows = list(tokens[: size * 64].split(size))
+        alone = torch.stack([one(item, parameters, is_query=True) for item in rows])
+        assert torch.equal(muvera.encode(rows, parameters, is_query=True), alone)
+        if size == 1:
+            assert torch.equal(together[:64], alone)
+
+
+@pytest.mark.parametrize("parameters", [Muvera(), Muvera(fill_empty_partitions=True, normalize=True, projection_dim=4)])
+def test_an_item_without_tokens_is_zeros_alone_and_among_others(parameters: Muvera) -> None:
+    empty, full = torch.zeros(0, 16), unit_rows(1, 9, 16)
+    got = muvera.encode([empty, full, empty], parameters, is_query=False)
+    assert not got[0].any()
+    assert not got[2].any()
+    assert torch.equal(got[1], one(full, parameters, is_query=False))
+    assert not muvera.encode([empty, empty], parameters, is_query=False).any()
+
+
+def test_values_that_are_not_finite_stay_in_their_item() -> None:
+    rows = [unit_rows(seed, 20, 32) for seed in range(3)]
+    expected = muvera.encode(rows, Muvera(), is_query=False)
+    rows[1][4, 2] = torch.nan
+    got = muvera.encode(rows, Muvera(), is_query=False)
+    assert got[1].isnan().any()
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_tokens_of_another_float_type_are_cast_first(dtype: torch.dtype) -> None:
+    tokens = unit_rows(3, 20, 32).to(dtype)
+    assert torch.equal(one(tokens, Muvera(), is_query=True), one(tokens.float(), Muvera(), is_query=True))
+
+
+def test_normalised_results_have_length_one_and_the_same_direction() -> None:
+    tokens = unit_rows(3, 20, 32)
+    plain, unit = (one(tokens, Muvera(normalize=normalize), is_query=True) for normalize in (False, True))
+    torch.testing.assert_close(unit, plain / plain.norm())
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_inner_products_rank_like_maxsim(fill: bool) -> None:
+    """Documents hold tokens near those of a query in numbers of 0 to 16: the order of MaxSim and that of inner products agree."""
+    rng = np.random.default_rng(11)
+    parameters = Muvera(fill_empty_partitions=fill)
+    taus = []
+    for seed in range(8):
+        query = unit_rows(100 + seed, 16, 64)
+        documents = []
+        for near in range(0, 17, 2):
+            noisy = query[rng.permutation(16)[:near]] + 0.08 * torch.from_numpy(rng.normal(size=(near, 64)).astype(np.float32))
+            documents.append(torch.nn.functional.normalize(torch.cat([noisy, unit_rows(1000 * seed + near, 40 - near, 64)]), dim=1))
+        exact = torch.stack([(query @ document.T).amax(1).sum() for document in documents])
+        close = muvera.encode(documents, parameters, is_query=False) @ one(query, parameters, is_query=True)
+        pairs = [(i, j) for i in range(9) for j in range(i)]
+        taus.append(np.mean([float((exact[i] > exact[j]) == (close[i] > close[j])) * 2 - 1 for i, j in pairs]))
+    assert np.mean(taus) > 0.9, taus
+
+
+def test_two_threads_at_once_get_what_one_gets() -> None:
+    """With matrices that neither has drawn yet."""
+    rows = [unit_rows(seed, 40, 48) for seed in range(4)]
+    jobs = [(Muvera(num_repetitions=8, seed=9000 + seed // 2), bool(seed % 2)) for seed in range(6)]
+    got: list[dict[int, torch.Tensor]] = [{}, {}]
+    together = threading.Barrier(2)
+
+    def work(mine: dict[int, torch.Tensor]) -> None:
+        for number, (parameters, is_query) in enumerate(jobs):
+            together.wait(30)
+            mine[number] = muvera.encode(rows, parameters, is_query=is_query)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (parameters, is_query) in enumerate(jobs):
+        expected = np.stack([muvera_naive.encode(item.numpy(), parameters, is_query=is_query) for item in rows])
+        for mine in got:
+            np.testing.assert_allclose(mine[number].numpy(), expected, atol=1e-5)
+
+
+def test_matrices_are_drawn_once_and_the_longest_unused_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    draw = muvera._draw
+    monkeypatch.setattr(muvera, "_draw", lambda parameters, *rest: (drawn.append(parameters.seed), draw(parameters, *rest))[1])
+    monkeypatch.setattr(muvera, "_MATRICES", muvera._Cache(1 << 30, 2))
+    tokens = [unit_rows(0, 3, 8)]
+    for seed in (1, 1, 2, 1, 3, 1, 2):
+        muvera.encode(tokens, Muvera(seed=seed), is_query=True)
+        muvera.encode(tokens, Muvera(seed=seed, normalize=True, fill_empty_partitions=True), is_query=False)
+    assert drawn == [1, 2, 3, 2]
+
+
+def test_the_matrices_held_stay_below_their_bytes() -> None:
+    cpu = torch.device("cpu")
+    size = muvera._draw(Muvera(), 8, cpu).nbytes
+    cache = muvera._Cache(2 * size, 64)
+    for seed in range(5):
+        cache.get(Muvera(seed=seed), 8, cpu)
+        assert cache.nbytes <= 2 * size
+    assert cache.get(Muvera(num_repetitions=128), 8, cpu).nbytes > 2 * size, "a set above the limit is served"
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns, in bytes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("parameters", [
+    Muvera(), Muvera(num_repetitions=2, num_simhash_projections=10),
+    Muvera(projection_dim=256, num_repetitions=16, fill_empty_partitions=True),
+])  # fmt: skip
+@pytest.mark.parametrize("budget", [muvera.CPU_BLOCK_BYTES, muvera.BLOCK_BYTES])
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_no_intermediate_grows_with_the_batch(parameters: Muvera, budget: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """96 items: all their cells would be 96 MiB, and projected tokens of 512 each 768 MiB."""
+    monkeypatch.setattr(muvera, "CPU_BLOCK_BYTES", budget)
+    rows = list(unit_rows(0, 24 * tokens, 128).view(24, tokens, 128)) * 4
+    muvera.encode(rows[:1], parameters, is_query=False)  # draws the matrices
+    with Largest() as largest:
+        muvera.encode(rows, parameters, is_query=False)
+    result = 96 * parameters.width(128) * 4
+    assert 1 << 20 <= largest.nbytes <= max(result, 2 * budget) <= 64 << 20
+
+
+def test_a_result_that_would_be_too_wide_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="muvera"):
+        one(unit_rows(0, 2, 2048), Muvera(final_projection_dim=None), is_query=True)

