@@ -55,7 +55,7 @@ def engine(lanes: int, torch_threads: int, precision: str) -> Callable[[list[lis
     prepare_process()
     torch.set_num_threads(torch_threads)
     made = Engine(Settings(device="cpu", default_compute_precision=precision))
-    entry = parse_entry(yaml.safe_load((packaged_folder() / "models" / "all-MiniLM-L6-v2.yaml").read_text()))
+    entry = parse_entry(yaml.safe_load((packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text()))
     made.residency.ensure("mini", entry, "default", ())
     threads = Lanes(lanes, made.execute, torch_threads=torch_threads)
 

@@ -1,6 +1,6 @@
 """What tokenising costs: texts one by one against one batch and the pool, long texts against short ones. One run, in turn, medians.
 
-1. Texts of about 90 words: one call each, one batch, and the pool (the same texts in as many groups as it has workers); wall time and
+1. Texts of 500 characters: one call each, one batch, and the pool (the same texts in as many groups as it has workers); wall time and
    processor time of a text, and the share that goes to the ids' way from the library to numpy.
 2. A text of 10 kB and one of 10 MB, cut to 512 tokens at either end, and the 10 MB counted whole.
 3. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
@@ -16,7 +16,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -30,14 +31,10 @@ TEXTS = 256
 LIMIT = 512
 
 
-def prose(characters: int, seed: int) -> str:
-    """Words with the lengths of English text, most of them common."""
-    rng = random.Random(seed)
-    words = [
-        "".join(rng.choices("etaoinshrdlucmfwypvbgkjqxz", range(26, 0, -1), k=max(1, round(rng.gauss(4.7, 2.2))))) for _ in range(4000)
-    ]
+def prose(words: Sequence[str], characters: int, seed: int) -> str:
+    """Words of the vocabulary, few of them common. With its space a token is some six characters, as in easy English."""
     common = [1 / rank for rank in range(1, len(words) + 1)]
-    parts = rng.choices(words, common, k=characters // 5 + 9)
+    parts = random.Random(seed).choices(words, common, k=characters // 4 + 9)
     return " ".join(word + "." if number % 17 == 0 else word for number, word in enumerate(parts))[:characters]
 
 
@@ -52,14 +49,14 @@ def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tup
     return {name: (statistics.median(w for w, _ in each), statistics.median(c for _, c in each)) for name, each in taken.items()}
 
 
-def batches(ours: ModelTokenizer, library: Tokenizer, loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+def batches(ours: ModelTokenizer, library: Tokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int) -> None:
     workers = os.cpu_count() or 1
     pool = TokenizerPool(workers)
-    texts = [prose(500, seed) for seed in range(TEXTS)]
+    texts = [prose(words, 500, seed) for seed in range(TEXTS)]
     groups = [texts[worker::workers] for worker in range(workers)]
 
     async def pooled() -> None:
-        await asyncio.gather(*(pool.encode(ours, group, "END", 0) for group in groups))
+        await asyncio.gather(*(pool.run(sum(map(len, group)), partial(ours.encode, group, "END", 0)) for group in groups))
 
     encodings = library.encode_batch_fast(texts)
     found = medians(
@@ -79,8 +76,8 @@ def batches(ours: ModelTokenizer, library: Tokenizer, loop: asyncio.AbstractEven
         print(f"  {name:24} {wall / TEXTS * 1e6:8.1f} {cpu / TEXTS * 1e6:8.1f} {base / wall:6.2f}")
 
 
-def long_texts(ours: ModelTokenizer, rounds: int) -> None:
-    short, long = prose(10_000, 1), prose(10_000_000, 2)
+def long_texts(ours: ModelTokenizer, words: Sequence[str], rounds: int) -> None:
+    short, long = prose(words, 10_000, 1), prose(words, 10_000_000, 2)
 
     def run(text: str, truncate: Truncate) -> Callable[[], object]:
         return lambda: ours.encode([text], truncate, LIMIT)
@@ -97,7 +94,7 @@ def long_texts(ours: ModelTokenizer, rounds: int) -> None:
     print(f"  NONE   10 MB counted whole, wall {wall:.2f} s, CPU {cpu:.2f} s")
 
 
-def inline(ours: ModelTokenizer, loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int) -> None:
     pool = TokenizerPool(1)
 
     async def handed_over(text: str) -> None:
@@ -112,7 +109,7 @@ def inline(ours: ModelTokenizer, loop: asyncio.AbstractEventLoop, rounds: int) -
 
     print("one text: us until its ids, in the caller's thread and in another")
     for characters in (64, 256, 512, 1024, 2048, 4096):
-        texts = [prose(characters, seed) for seed in range(20)]
+        texts = [prose(words, characters, seed) for seed in range(20)]
         found = medians(
             {
                 "here": lambda texts=texts: loop.run_until_complete(repeated(here, texts)),  # type: ignore[misc]
@@ -135,9 +132,12 @@ def main() -> None:
     library.no_padding()
     library.no_truncation()
     loop = asyncio.new_event_loop()
-    batches(ours, library, loop, arguments.rounds)
-    long_texts(ours, arguments.rounds)
-    inline(ours, loop, arguments.rounds)
+    spelt = sorted(token.lstrip("\u0120\u2581") for token in library.get_vocab())
+    words = [word for word in spelt if word.isascii() and word.isalpha()]
+    random.Random(0).shuffle(words)
+    batches(ours, library, words, loop, arguments.rounds)
+    long_texts(ours, words, arguments.rounds)
+    inline(ours, words, loop, arguments.rounds)
     loop.close()
 
 

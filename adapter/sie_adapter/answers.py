@@ -81,7 +81,7 @@ def _put(name: str, dtype: str, vectors: Tensor, found: Answers) -> None:
     values, scale, offset = dtypes.convert(vectors, dtype)
     for item, answer in enumerate(found):
         if dtype == "float16" and not np.isfinite(values[item]).all():
-            found[item] = InvalidInput("a value does not fit float16: ask for float32, or for normalised vectors", reason="unsupported_dtype")
+            found[item] = InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
         elif isinstance(answer, Answer):
             answer.arrays[name] = values[item]
             if scale is not None:

@@ -38,12 +38,16 @@ class Backbone:
     backend in force, with `padded` where the packed path does not hold.
     """
 
-    def __init__(self, model: PreTrainedModel, compute: Compute, max_tokens: int) -> None:
-        """Takes the model over: its attention, and on a CPU its linear layers, are replaced."""
+    def __init__(self, model: PreTrainedModel, compute: Compute, max_tokens: int, more_samples: int = 0) -> None:
+        """Takes the model over: its attention, and on a CPU its linear layers, are replaced.
+
+        `more_samples` short sequences come to those that the packed path is tried with.
+        """
         attention.register()
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
+        self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
         self._numbering = _numbering(model)
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
@@ -103,7 +107,9 @@ class Backbone:
 
     def _choose_kernels(self) -> KernelTable | None:
         stock = "eager" if self._compute.backend == "eager" else "sdpa"
-        reference = self.forward_padded(self.sample(_TRIAL_LENGTHS))
+        sample = self.sample(self._lengths)
+        reference = self.forward_padded(sample)
+        self._trial: tuple[Packed, Tensor] | None = (sample, reference)
         self._model.set_attn_implementation(attention.IMPLEMENTATION)
         for kernel in self._candidates():
             try:
@@ -129,13 +135,19 @@ class Backbone:
         layers = self._model.config.num_hidden_layers
         if len(trial.shapes) != layers:
             raise AttentionUnsupported(f"{len(trial.shapes)} of {layers} layers use the attention interface")
-        states = self._forward_packed(self.sample(_TRIAL_LENGTHS), table)
+        states = self._forward_packed(self.sample(self._lengths), table)
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         if not cosine >= _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16):
             raise AttentionUnsupported(f"packed and padded states have cosine {cosine:.6f}")
         if kernel is Kernel.SDPA and self._compute.device.type == "cpu":
             return calibration.measure(*trial.shapes[0], self._compute.dtype)
         return table
+
+    def take_trial(self) -> tuple[Packed, Tensor]:
+        """The sequences of the trial and their states by the stock path, once: they are not kept."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        return trial
 
     def sample(self, lengths: tuple[int, ...]) -> Packed:
         """Random ids, none of them the pad id: stock code takes that for padding."""
@@ -150,7 +162,7 @@ class Backbone:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())
-        return sum(storage.nbytes() for storage in storages.values()) + blocked
+        return int(sum(storage.nbytes() for storage in storages.values()) + blocked)
 
 
 

@@ -21,6 +21,7 @@ from sie_adapter.answers import Answer, Answers
 from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_out_of_memory
 from sie_adapter.heads import Head, Row, States
+from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
@@ -36,6 +37,7 @@ class TextModel(Protocol):
     vocabulary: int
     rows: Mapping[str, Rows]
     heads: Mapping[str, Head]
+    loras: Loras
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
         """The heads whose rows the answers are made from."""
@@ -154,7 +156,8 @@ class BatchRun:
 
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)
-        hidden = self._model.forward(packed)
+        with self._model.loras.acting(self._message.lora):
+            hidden = self._model.forward(packed)
         if len(hidden) != len(packed.ids):
             raise InternalFailure(f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length")
         states = States(hidden, packed, self._queries[packed.order], self._message.pooling)

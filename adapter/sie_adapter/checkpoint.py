@@ -53,8 +53,12 @@ def construction() -> Iterator[None]:
         yield
 
 
-def load_model(auto_class: Any, folder: Path, load: LoadOptions, compute: Compute, consumed: Iterable[str] = ()) -> PreTrainedModel:
+def load_model(
+    auto_class: Any, folder: Path, load: LoadOptions, compute: Compute, consumed: Iterable[str] = (), *, float32_head: bool = False
+) -> PreTrainedModel:
     """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads by itself.
+
+    With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is float32.
 
     Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
     """
@@ -73,21 +77,23 @@ def load_model(auto_class: Any, folder: Path, load: LoadOptions, compute: Comput
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
-        if is_bare:  # its pooler is never run
+        if is_bare or fault == "unexpected_keys":  # a pooler that is never run, or that the class does not have
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":
             names = [name for name in names if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)]
         if names:
             raise load_failed("INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}")
-    _cast(model, compute.dtype)
+    _cast(model, compute.dtype, float32_head=float32_head)
     model.config.use_cache = False
     return model.eval().requires_grad_(False).to(compute.device)
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
     """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is another model."""
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
-    for name, parameter in model.named_parameters():
+    if float32_head:
+        kept.add("pooler")
+    for name, parameter in (model.base_model if float32_head else model).named_parameters():
         if kept.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(dtype)
 
@@ -111,10 +117,11 @@ def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     return bare
 
 
-def special_ids(folder: Path, load: LoadOptions) -> frozenset[int]:
-    """The ids of all special tokens."""
+def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
+    """The ids of all special tokens, or of those in `roles`, such as pad, as far as there are any."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
-    return frozenset(tokenizer.all_special_ids)
+    named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return frozenset(number for number in named.values() if number is not None) if named else frozenset(tokenizer.all_special_ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,8 +141,15 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Modules:
-    """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of late interaction."""
+    """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of late interaction.
 
+    `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries that need no
+    pass, float32 [ids].
+    """
+
+    root: Path
+    folder: Path
+    query_weights: Tensor | None = None
     kinds: tuple[str, ...] = ()
     pooling: str = ""
     layers: tuple[nn.Module, ...] = ()
@@ -143,29 +157,57 @@ class Modules:
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # config.json of each other module, by kind
 
 
-_KNOWN = {"Transformer", "MLMTransformer", "Pooling", "Normalize", "Dense", "SpladePooling", "MultiVectorMask"}
+_MASKED = ("MLMTransformer", "Transformer")
+_KNOWN = {*_MASKED, "Pooling", "Normalize", "Dense", "SpladePooling", "MultiVectorMask"}
 
 
 def read_modules(folder: Path) -> Modules:
     """The modules that the folder lists; none without modules.json. Raises ModelLoadFailed INCOMPATIBLE for one that would be left out."""
     path = folder / "modules.json"
     if not path.is_file():
-        return Modules()
-    kinds: list[str] = []
+        return Modules(folder, folder)
+    listed = [(_kind(module["type"]), folder / module["path"]) for module in json.loads(path.read_text())]
+    query_weights = None
+    if [kind for kind, _ in listed] == ["Router"]:
+        listed, query_weights = _routes(listed[0][1])
+    transformer = folder
     layers: list[nn.Module] = []
     settings: dict[str, dict[str, Any]] = {}
     pooling = ""
-    for module in json.loads(path.read_text()):
-        kind = module["type"].rpartition(".")[2]
+    for kind, place in listed:
         if kind not in _KNOWN:
             raise load_failed("INCOMPATIBLE", f"modules.json lists a {kind}, which this adapter would leave out")
-        kinds.append(kind)
-        config = settings[kind] = read_json(folder / module["path"] / "config.json")
+        if kind in _MASKED:
+            transformer = place
+            continue
+        config = settings[kind] = read_json(place / "config.json")
         if kind == "Pooling":
             pooling = _pooling(config)
         elif kind == "Dense":
-            layers.append(_dense(folder / module["path"], config))
-    return Modules(tuple(kinds), pooling, tuple(layers), "Normalize" in kinds, settings)
+            layers.append(_dense(place, config))
+    kinds = tuple(kind for kind, _ in listed)
+    return Modules(folder, transformer, query_weights, kinds, pooling, tuple(layers), "Normalize" in kinds, settings)
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
+    """The modules of documents and the weights of queries, of a Router whose queries are looked up. Any other Router is refused."""
+    router = read_json(folder / "router_config.json")
+    kinds = {module: _kind(name) for module, name in router.get("types", {}).items()}
+    routes = router.get("structure", {})
+    found = {route: [kinds[module] for module in modules] for route, modules in routes.items()}
+    documents = found.get("document") or [""]
+    expected = {"query": ["SparseStaticEmbedding"], "document": [documents[0], "SpladePooling"]}
+    if found != expected or documents[0] not in _MASKED or router.get("parameters", {}).get("route_mappings"):
+        said = "; ".join(f"{route}: {', '.join(names)}" for route, names in found.items())
+        raise load_failed(
+            "INCOMPATIBLE", f"modules.json lists a Router of {said}; expected query: SparseStaticEmbedding; document: a masked LM, SpladePooling"
+        )
+    weights = tensor(folder / routes["query"][0], "weight")
+    return [(kinds[module], folder / module) for module in routes["document"]], weights
 
 
 def _pooling(config: dict[str, Any]) -> str:
@@ -207,15 +249,17 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _dense(folder: Path, config: dict[str, Any]) -> nn.Module:
-    name = str(config.get("activation_function", "torch.nn.modules.linear.Identity")).rpartition(".")[2]
+    name = _kind(config.get("activation_function", "torch.nn.modules.activation.Tanh"))  # the module's own default
     if name not in _ACTIVATIONS:
         raise load_failed("INCOMPATIBLE", f"a Dense has the activation {name}, expected one of {', '.join(_ACTIVATIONS)}")
     weight, bias = tensor(folder, "linear.weight"), tensor(folder, "linear.bias")
     shape = (config.get("out_features"), config.get("in_features"))
     if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
         raise load_failed("INCOMPATIBLE", f"{folder.name}: its weights are missing or do not have the shape that its config.json says")
-    residual = tensor(folder, "residual.weight") if config.get("use_residual") else None
+    adds_input = bool(config.get("use_residual"))
+    residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
+    if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
+        raise load_failed("INCOMPATIBLE", f"{folder.name}: its residual weights are missing or do not have the shape of the others")
     return Projection(
-        linear(weight, bias), _ACTIVATIONS[name](), linear(residual) if residual is not None else None,
-        adds_input=bool(config.get("use_residual")) and residual is None,
-    )  # fmt: skip
+        linear(weight, bias), _ACTIVATIONS[name](), None if residual is None else linear(residual), adds_input=adds_input and residual is None
+    )

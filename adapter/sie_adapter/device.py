@@ -8,12 +8,16 @@ SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──�
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import logging
 import os
 import platform
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import psutil
 import torch
@@ -21,10 +25,13 @@ import torch
 from sie_contracts.catalogue import Precision
 from sie_contracts.settings import SettingError
 
+_logger = logging.getLogger("sie.adapter")
+
 Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
 _DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CGROUP = Path("/sys/fs/cgroup")
+_STATUS = Path("/proc/self/status")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
@@ -152,18 +159,65 @@ class Memory:
         return 100.0 * self.used_bytes / self.total_bytes
 
 
-def memory(device: torch.device) -> Memory:
-    """What the device holds now. On a CPU: the container's limit where there is one, else the machine."""
-    if device.type == "cuda":
+def memory(device: torch.device, more_bytes: int = 0) -> Memory:
+    """What the device would hold with `more_bytes` more, under the tightest of the limits that bind this process.
+
+    CUDA: the card, and the fraction of it that this process may use. MPS: what Metal recommends. CPU: the machine, the container, and the
+    limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which bounds one adapter among others without a container.
+    """
+    limits = _cuda_memory(device) if device.type == "cuda" else _mps_memory() if device.type == "mps" else _host_memory()
+    return max((Memory(limit.used_bytes + more_bytes, limit.total_bytes) for limit in limits), key=lambda limit: limit.percent)
+
+
+def _cuda_memory(device: torch.device) -> list[Memory]:
+    card = _nvml_memory(device)
+    if card is None:
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(total - free, total)
+        card = Memory(total - free, total)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return [card] if fraction >= 1.0 else [card, Memory(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
+
+
+@functools.cache
+def _nvml_handle(uuid: str) -> object | None:
+    """The card in NVML, by the id that CUDA_VISIBLE_DEVICES does not renumber. None without the package or the library."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return cast(object, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError as error:
+        _logger.info("NVML does not know the card, the CUDA driver is asked for memory: %s", error)
+        return None
+
+
+def _nvml_memory(device: torch.device) -> Memory | None:
+    handle = _nvml_handle(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    if handle is None:
+        return None
+    import pynvml
+
+    try:
+        info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError as error:
+        _logger.warning("NVML gave no memory information, the CUDA driver is asked: %s", error)
+        return None
+    return Memory(int(info.used), int(info.total))
+
+
+def _mps_memory() -> list[Memory]:
+    return [Memory(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())]
+
+
+def _host_memory() -> list[Memory]:
     machine = psutil.virtual_memory()
-    if device.type == "mps":
-        return Memory(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())
-    return _container_memory(machine.total) or Memory(machine.total - machine.available, machine.total)
+    limits = [Memory(machine.total - machine.available, machine.total), _container_memory(), _own_limit()]
+    return [limit for limit in limits if limit is not None]
 
 
-def _container_memory(machine_bytes: int) -> Memory | None:
+def _container_memory() -> Memory | None:
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
@@ -171,7 +225,60 @@ def _container_memory(machine_bytes: int) -> Memory | None:
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return None
     # file pages that nobody used lately are counted as used by the kernel but are given back before anything fails
-    return Memory(used - int(counters.get("inactive_file", 0)), limit) if limit < machine_bytes else None
+    return Memory(used - int(counters.get("inactive_file", 0)), limit)
+
+
+def _own_limit() -> Memory | None:
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY or not _STATUS.exists():
+        return None
+    # what the allocator has free counts against the limit, and is used again before the limit is met
+    return Memory(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
+
+
+class _MallInfo2(ctypes.Structure):
+    """struct mallinfo2 of malloc.h: ten sizes, of which the ninth is the free space of all arenas."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (*(f"other_{number}" for number in range(8)), "fordblks", "keepcost")]
+
+
+def _free_in_allocator() -> int:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33, musl
+        return 0
+    libc.mallinfo2.restype = _MallInfo2
+    return int(cast(Any, libc.mallinfo2()).fordblks)
+
+
+def peak_of(device: torch.device, run: Callable[[], object]) -> int:
+    """Run it and return the bytes it needed at most on the device, above what was held before. 0 where that is not to be known.
+
+    What other threads take meanwhile is counted as well: an upper bound while the device is shared.
+    """
+    give_memory_back(device)  # what the allocator keeps would be used again unseen
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return max(0, torch.cuda.max_memory_allocated(device) - before)
+    watched = device.type == "cpu" and _reset_high_water()
+    before = _status_kib("VmRSS") if watched else 0
+    run()
+    return max(0, _status_kib("VmHWM") - before) * 1024 if watched else 0
+
+
+def _reset_high_water() -> bool:
+    """Set the process's high-water mark to what it holds now: proc_pid_clear_refs(5)."""
+    try:
+        (_STATUS.parent / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status_kib(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
 
 
 def keep_freed_memory() -> None:

@@ -16,13 +16,13 @@ from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal
 from sie_adapter.lanes import Lanes
-from sie_adapter.raw import run_raw
 from sie_adapter.loading import Loader
+from sie_adapter.raw import run_raw
 from sie_adapter.residency import Residency
 from sie_adapter.weights import WeightSources
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
-from sie_contracts.errors import InternalFailure, SIEError
+from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
 from sie_contracts.ipc import Refused, Reply, RunBatch
 from sie_contracts.settings import Settings
 
@@ -45,6 +45,7 @@ class Engine:
     def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
+        self._settings = settings
         self.loader = Loader(self.device, WeightSources(settings.cache_folder, settings.hf_fallback), settings)
         self.residency = Residency(
             self._load,
@@ -85,6 +86,15 @@ class Engine:
             self._end_if_lost(error)
             _logger.exception("a batch of %s failed", message.model)
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
+
+    def ensure_lora(self, model: str, lora: str) -> None:
+        """Load a LoRA of a loaded model, on the calling thread. Raises LoraLoadFailed, ModelLoading."""
+        with self.residency.use(model) as resident:
+            loras = getattr(resident.weights, "loras", None)
+            if loras is None:
+                raise LoraLoadFailed(f"{model} takes no LoRA", extras={"lora_id": lora})
+            folder = self.loader.sources.lora_folder(lora, resident.resolved.entry, self._settings.models_dir)
+            loras.load(lora, folder, self._settings.max_loras_per_model)
 
     def _log_choices(self, settings: Settings) -> None:
         chosen = self.loader.compute(None)

@@ -13,13 +13,15 @@ from sie_adapter.heads import Row
 from sie_contracts.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
+# what the prefix of a tag says of its token: does it begin an entity, whatever stands before it? BIO, BIOES and BILOU
+_BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 
 def entities(message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]) -> Answers:
     """The entities of each text, in order of place, from float32 logits [tokens, labels] of the rows `places`.
 
-    Neighbours of one kind are one entity unless the next begins with B-; its score is the mean of its tokens' probabilities. Offsets are
-    code points. Source: aggregation "simple" of transformers' token-classification pipeline.
+    Neighbours of one kind are one entity unless the tag of the next begins another; its score is the mean of its tokens' probabilities.
+    Offsets are code points. Source: aggregation "simple" of transformers' token-classification pipeline, which knows B- and I- only.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
@@ -36,11 +38,11 @@ def entities(message: RunBatch, group: Group, logits: Sequence[Row], places: lis
 
 def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[float]) -> list[dict[str, Any]]:
     runs: list[tuple[str, list[int]]] = []
-    for token, ((start, stop), kind) in enumerate(zip(spans, kinds, strict=True)):
-        if start == stop:  # a special token
+    for token, ((start, _), kind) in enumerate(zip(spans, kinds, strict=True)):
+        if start < 0:  # a special token
             continue
-        begin, label = (kind[:1], kind[2:]) if kind[:2] in ("B-", "I-") else ("I", kind)
-        if runs and runs[-1][0] == label and begin != "B":
+        label = kind[2:] if kind[:2] in _BEGINS else kind
+        if runs and runs[-1][0] == label and not _BEGINS.get(kind[:2], False):
             runs[-1][1].append(token)
         else:
             runs.append((label, [token]))

@@ -10,16 +10,19 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from sie_adapter import certificate
 from sie_adapter import device as devices
+from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.weights import WeightSources
-from sie_contracts.catalogue import Precision, Resolved
+from sie_contracts.catalogue import Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 
@@ -35,6 +38,7 @@ FAMILIES = {
     "gliclass": "sie_adapter.families.gliclass:GliclassModel",
 }
 ENTRY_POINTS = "sie.adapters"
+MAX_CERTIFICATES = 1000
 
 
 def family_of(name: str) -> Any:
@@ -46,7 +50,8 @@ def family_of(name: str) -> Any:
     if name in found:
         return found[name].load()
     known = ", ".join([*FAMILIES, *sorted(found)])
-    raise load_failed("INCOMPATIBLE", f"this adapter has no family {name}, it has {known}; a package adds one by the entry point {ENTRY_POINTS}")
+    cause = f"this adapter has no family {name}, it has {known}; a package adds one by the entry point {ENTRY_POINTS}"
+    raise load_failed("INCOMPATIBLE", cause)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Loader:
     device: torch.device
     sources: WeightSources
     settings: Settings
+    certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
         """Precision and attention of a model whose entry says `precision`, on this device."""
@@ -73,7 +79,10 @@ class Loader:
         try:
             family = family_of(entry.family)
             folder = self.sources.folder(entry)
-            return family(folder, entry, resolved.load, self.compute(resolved.load.precision))
+            compute = self.compute(resolved.load.precision)
+            model = family(folder, entry, resolved.load, compute)
+            model.certificate = self._certified(model, folder, resolved, compute)
+            return model
         except SIEError:
             raise
         except ImportError as error:
@@ -85,3 +94,17 @@ class Loader:
             if is_out_of_memory(error):
                 raise load_failed("OOM", f"{entry.id}: the device has too little memory for its weights") from error
             raise load_failed("UNKNOWN", f"{entry.id}: {type(error).__name__}: {error}") from error
+
+    def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
+        """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""
+        files = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sorted(folder.glob("*")) if path.is_file()]
+        entry = resolved.entry
+        facts = (fingerprint(entry, resolved.load, compute.precision), entry.golden, str(entry.weights.digests), model.attention, *files)
+        found = self.certificates.get(facts)
+        if found is None:
+            if len(self.certificates) >= MAX_CERTIFICATES:
+                self.certificates.clear()
+            found = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
+        elif hasattr(model, "backbone"):
+            model.backbone.take_trial()
+        return certificate.as_map(found)

@@ -1,7 +1,9 @@
 """Which models are loaded, and which one goes when memory is short.
 
-    EnsureReady ──► loaded already? ──► one load per model, however many ask ──► resident
-                                          └─ before it: evict while memory is above the threshold, least recently used first
+    EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
+                                          └─ before it: evict while memory, with the new weights, would be above the threshold
+    after a batch, and once a second ──► evict while memory is above the threshold
+    out of memory ──► make_room: evict one, whatever the threshold says
 
 State is owned by `Residency` and guarded by one lock, which is never held over a load or a forward pass.
 """
@@ -16,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from sie_adapter.device import Memory
 from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, fingerprint
-from sie_contracts.errors import ModelLoading
+from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.ipc import LoadedModel, Rows
 
 _logger = logging.getLogger("sie.adapter")
@@ -37,6 +39,7 @@ class Weights(Protocol):
     precision: str
     max_tokens: int
     rows: Mapping[str, Rows]
+    certificate: Mapping[str, Any]
 
 
 @dataclass
@@ -49,13 +52,18 @@ class Resident:
     load_s: float
     last_used_s: float
     running: int = 0
+    peak_bytes: int = 0  # of activations, beside the weights
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.resolved.entry, self.resolved.load, self.weights.precision)
 
     def describe(self, now_s: float) -> LoadedModel:
         """As it goes over the wire."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
-            self.model, entry.revision, fingerprint(entry, self.resolved.load, weights.precision), weights.precision, weights.attention,
-            weights.memory_bytes, round(now_s - self.last_used_s, 3),
+            self.model, entry.revision, self.fingerprint, weights.precision, weights.attention, weights.memory_bytes,
+            round(now_s - self.last_used_s, 3), self.peak_bytes, dict(weights.certificate),
         )  # fmt: skip
 
 
@@ -72,31 +80,43 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 class Residency:
     """The loaded models of this process. Every method may be called from any thread.
 
-    `load` turns a resolved entry into weights and raises ModelLoadFailed. `memory` is asked before a load and after batches; a model goes
-    only while its percentage is above `threshold_percent`, only if the sidecar named it as idle, and only while nothing runs on it.
+    `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will take, and fetches
+    their files if need be; `warm_up` runs them once and returns the peak of its activations, bytes. `memory` is what the device would
+    hold with so many bytes more. A model goes only while that is above `threshold_percent`, or to end a shortage; only if the sidecar
+    named it as idle and nobody used it since; and only while nothing runs on it.
     """
 
     def __init__(
         self,
         load: Callable[[Resolved], Weights],
-        memory: Callable[[], Memory],
+        memory: Callable[[int], Memory],
         give_memory_back: Callable[[], None],
         threshold_percent: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        needed_bytes: Callable[[Resolved], int] = lambda _: 0,
+        warm_up: Callable[[Weights], int] = lambda _: 0,
     ) -> None:
         self._load = load
         self._memory = memory
         self._give_memory_back = give_memory_back
         self._threshold_percent = threshold_percent
         self._clock = clock
+        self._needed_bytes = needed_bytes
+        self._warm_up = warm_up
         self._lock = threading.Lock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
+        self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
         self._evictable: set[str] = set()
+        self._untold: list[str] = []
         self._relieve_due_s = 0.0
 
     def ensure(self, model: str, entry: ModelEntry, profile: str, evictable: tuple[str, ...]) -> tuple[Resident, tuple[str, ...]]:
-        """The resident `model`, loaded if it is not there or needs other weights, and what was unloaded for it. Raises ModelLoadFailed."""
+        """The resident `model`, loaded if it is not there or needs other weights, and what was unloaded for it.
+
+        Raises ModelLoadFailed: class OOM and reason no_room if it cannot fit beside the models that have work.
+        """
         resolved = Catalogue.resolve_profile(entry, profile, model)
         while True:
             with self._lock:
@@ -112,18 +132,19 @@ class Residency:
                     break
             pending.result()
         try:
-            evicted = self._evict(evictable)
-            resident = self._loaded(model, resolved)
+            evicted = self._room_for(model, resolved)
+            resident, more = self._loaded_in_any_room(model, resolved)
         except BaseException as error:
             with self._lock:
                 del self._loads[model]
+                self._arriving.pop(model, None)
             pending.set_exception(error)
             raise
         with self._lock:
             self._residents[model] = resident
-            del self._loads[model]
+            del self._loads[model], self._arriving[model]
         pending.set_result(None)
-        return resident, evicted
+        return resident, (*evicted, *more)
 
     @contextlib.contextmanager
     def use(self, model: str) -> Iterator[Resident]:
@@ -160,52 +181,102 @@ class Residency:
             _logger.info("unloaded %s", model)
             self._collect()
 
+    def idle(self, models: tuple[str, ...]) -> tuple[str, ...]:
+        """Note which models may go from now on, and tell which ones went unasked since the last call."""
+        with self._lock:
+            self._evictable = set(models)
+            untold, self._untold = tuple(self._untold), []
+            return untold
+
     def relieve(self) -> tuple[str, ...]:
-        """Evict under pressure, looking at most once a second, from what the sidecar last called idle and was not used since."""
+        """Evict under pressure, looking at most once a second. Returns what went."""
         with self._lock:
             now_s = self._clock()
             if now_s < self._relieve_due_s or not self._evictable:
                 return ()
             self._relieve_due_s = now_s + 1.0
-            evictable = tuple(self._evictable)
-        return self._evict(evictable)
+            arriving = sum(self._arriving.values())
+        return self._tell_later(self._evict(arriving))
+
+    def make_room(self) -> bool:
+        """Evict the least recently used idle model because an allocation failed. False if there is none to evict."""
+        return bool(self._tell_later(self._evict_one("an allocation failed")))
 
     def describe(self) -> tuple[LoadedModel, ...]:
         """All resident models, in the order in which they were loaded."""
         with self._lock:
             return tuple(resident.describe(self._clock()) for resident in self._residents.values())
 
+    def _room_for(self, model: str, resolved: Resolved) -> tuple[str, ...]:
+        needed = self._needed_bytes(resolved)
+        with self._lock:
+            self._arriving[model] = needed
+            arriving = sum(self._arriving.values())
+        evicted = self._evict(arriving)
+        if needed and (would := self._memory(arriving)).used_bytes > would.total_bytes:
+            raise ModelLoadFailed(
+                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are free"
+                " and nothing that is loaded is idle", reason="no_room", extras={"error_class": "OOM"},
+            )  # fmt: skip
+        return evicted
+
+    def _loaded_in_any_room(self, model: str, resolved: Resolved) -> tuple[Resident, tuple[str, ...]]:
+        evicted: tuple[str, ...] = ()
+        while True:
+            try:
+                return self._loaded(model, resolved), evicted
+            except ModelLoadFailed as error:
+                if error.extras.get("error_class") != "OOM":
+                    raise
+                failure = SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
+            self._collect()
+            gone = self._evict_one(f"there was too little memory to load {model}")
+            if not gone:
+                raise failure
+            evicted += gone
+
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
         started_s = self._clock()
         weights = self._load(resolved)
+        peak_bytes = self._warm_up(weights)
         now_s = self._clock()
         _logger.info(
-            "loaded %s in %.2f s: %s, attention %s, %.0f MiB", model, now_s - started_s, weights.precision, weights.attention,
-            weights.memory_bytes / 2**20,
+            "loaded %s in %.2f s: %s, attention %s, %.0f MiB and %.0f MiB to warm up", model, now_s - started_s, weights.precision,
+            weights.attention, weights.memory_bytes / 2**20, peak_bytes / 2**20,
         )  # fmt: skip
-        return Resident(model, resolved, weights, now_s - started_s, now_s)
+        return Resident(model, resolved, weights, now_s - started_s, now_s, peak_bytes=peak_bytes)
 
-    def _evict(self, evictable: tuple[str, ...]) -> tuple[str, ...]:
+    def _evict(self, more_bytes: int) -> tuple[str, ...]:
         """The least recently used goes first; if that does not clear the threshold, the largest next, and so on."""
-        evicted: list[str] = []
-        while self._memory().percent > self._threshold_percent:
-            victim = self._pop_victim(evictable, by_size=bool(evicted))
-            if victim is None:
+        if self._memory(more_bytes).percent <= self._threshold_percent:
+            return ()
+        self._give_memory_back()  # what the allocator only keeps is no reason to unload anything
+        evicted: tuple[str, ...] = ()
+        while self._memory(more_bytes).percent > self._threshold_percent:
+            gone = self._evict_one(f"device memory is above {self._threshold_percent:g} %", by_size=bool(evicted))
+            if not gone:
                 break
-            _logger.warning("unloaded %s: device memory is above %g %%", victim, self._threshold_percent)
-            self._collect()
-            evicted.append(victim)
-        return tuple(evicted)
+            evicted += gone
+        return evicted
 
-    def _pop_victim(self, evictable: tuple[str, ...], *, by_size: bool) -> str | None:
+    def _evict_one(self, why: str, *, by_size: bool = False) -> tuple[str, ...]:
         with self._lock:
-            idle = [self._residents[name] for name in evictable if name in self._residents and not self._residents[name].running]
+            idle = [self._residents[name] for name in self._evictable if name in self._residents and not self._residents[name].running]
             if not idle:
-                return None
+                return ()
             size = {resident.model: -resident.weights.memory_bytes if by_size else 0 for resident in idle}
             victim = min(idle, key=lambda resident: (size[resident.model], resident.last_used_s)).model
             del self._residents[victim]
-            return victim
+            self._evictable.discard(victim)
+        del idle
+        _logger.warning("unloaded %s: %s", victim, why)
+        self._collect()
+        return (victim,)
+
+    def _tell_later(self, evicted: tuple[str, ...]) -> tuple[str, ...]:
+        with self._lock:
+            self._untold.extend(evicted)
+        return evicted
 
     def _collect(self) -> None:
         gc.collect()

@@ -29,6 +29,7 @@ _logger = logging.getLogger("sie.adapter")
 MAX_REQUEST_BYTES = 64 << 20  # 16 million token ids
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
+RELIEVE_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -44,15 +45,17 @@ class Server:
         self._connections: set[socket.socket] = set()
 
     def serve(self, wake: socket.socket) -> None:
-        """Accept connections until `wake` is readable."""
+        """Accept connections until `wake` is readable, and look at the pressure on memory meanwhile."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)
             while True:
-                ready = {key.fileobj for key, _ in selector.select()}
+                ready = {key.fileobj for key, _ in selector.select(RELIEVE_S)}
                 if wake in ready:
                     return
-                self._accept()
+                if self._listener in ready:
+                    self._accept()
+                self._engine.residency.relieve()
 
     def close(self) -> None:
         """End all connections: what waits for a frame returns at once."""
@@ -135,7 +138,8 @@ class Server:
         lanes, residency = self._engine.lanes, self._engine.residency
         match request:
             case ipc.Ping():
-                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches)
+                evicted = residency.idle(request.idle) if request.idle is not None else ()
+                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches, evicted)
             case ipc.Describe():
                 return self._engine.describe()
             case ipc.EnsureReady():
@@ -143,6 +147,8 @@ class Server:
                 weights = resident.weights
                 loaded = resident.describe(time.monotonic())
                 return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, dict(weights.rows), round(resident.load_s, 3), evicted)
+            case ipc.EnsureLora():
+                self._engine.ensure_lora(request.model, request.lora)
             case ipc.Release():
                 residency.release(request.model)
             case ipc.ApplyConfig():

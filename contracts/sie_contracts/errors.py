@@ -16,7 +16,9 @@ SIEError
 ├── InternalFailure          500  INTERNAL_ERROR
 ├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
 ├── ModelLoadFailed          502  MODEL_LOAD_FAILED        never with Retry-After
+├── LoraLoadFailed           502  LORA_LOAD_FAILED         never with Retry-After
 ├── ModelLoading             503  MODEL_LOADING            retryable from here on
+├── LoraLoading              503  LORA_LOADING
 ├── ResourceExhausted        503  RESOURCE_EXHAUSTED
 ├── QueueFull                503  QUEUE_FULL
 ├── QueueUnavailable         503  QUEUE_UNAVAILABLE
@@ -156,8 +158,16 @@ class ModelLoadFailed(SIEError):
     code, status = "MODEL_LOAD_FAILED", 502
 
 
+class LoraLoadFailed(SIEError):
+    code, status = "LORA_LOAD_FAILED", 502
+
+
 class ModelLoading(SIEError):
     code, status, retryable, retry_after_s = "MODEL_LOADING", 503, True, 5
+
+
+class LoraLoading(SIEError):
+    code, status, retryable, retry_after_s = "LORA_LOADING", 503, True, 1
 
 
 class ResourceExhausted(SIEError):

@@ -1,8 +1,9 @@
 """Sidecar to adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
 A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the device takes the
-batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady`, which lasts as long as the load. The control connection carries
-the short questions, one question and one answer at a time, so that a health check never queues behind a large frame or a load.
+batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `EnsureLora`, which lasts as long as the load. The control
+connection carries the short questions, one question and one answer at a time, so that a health check never queues behind a large frame or
+a load.
 
 Token ids and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32, `types` is uint8.
 """
@@ -30,8 +31,13 @@ class FrameError(Exception):
     """The peer closed inside a frame, stalled in one, or sent what is not a message of this protocol."""
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Alive? Answered by Pong from the adapter's own account of its inference threads."""
+class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Alive? Answered by Pong from the adapter's own account of its inference threads.
+
+    `idle`: the models that may be unloaded under pressure from now on, those with nothing running and nothing pulled. None: as before.
+    """
+
+    idle: tuple[str, ...] | None = None
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -49,6 +55,16 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     entry: dict[str, Any]
     profile: str = "default"
     evictable: tuple[str, ...] = ()
+
+
+class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Load this LoRA of a loaded model unless it is there. Answered by Done, or Refused with LORA_LOAD_FAILED. Runs beside inference.
+
+    `lora`: a folder, or a hub repository as `name` or `name@commit`.
+    """
+
+    model: str
+    lora: str
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -140,15 +156,20 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here."""
+    """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here.
+
+    `evicted`: what was unloaded under pressure since a Ping last named the idle models; told in answer to one that does.
+    """
 
     pid: int
     busy_s: float = 0.0
     batches: int = 0
+    evicted: tuple[str, ...] = ()
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A resident model, as resolved on this device. `idle_s` since its last use."""
+    """A resident model, as resolved on this device. `idle_s` since its last use. `memory_bytes` of its weights, `peak_bytes` of its
+    activations at most, as far as measured."""
 
     model: str
     revision: str
@@ -157,6 +178,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     attention: str
     memory_bytes: int = 0
     idle_s: float = 0.0
+    peak_bytes: int = 0
+    certificate: dict[str, Any] = {}
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -216,7 +239,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     batch: str = ""
 
 
-Request = Ping | Describe | EnsureReady | Release | RunBatch | ApplyConfig | Drain
+Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | ApplyConfig | Drain
 Reply = Pong | Description | Ready | BatchStarted | BatchDone | Done | Refused
 
 _encode = msgspec.msgpack.Encoder().encode

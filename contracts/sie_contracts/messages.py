@@ -163,6 +163,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     queued: int = 0
     fingerprint: str = ""
     error: ErrorInfo | None = None
+    certificate: dict[str, Any] | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):

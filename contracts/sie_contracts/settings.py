@@ -328,7 +328,7 @@ class Settings:
     attention_backend: str = _row("auto", "SIE_ATTENTION_BACKEND", "adapter", _choice("auto", "flash_attention_2", "sdpa", "eager"), "Attention implementation; what the device cannot do falls back to sdpa with a warning.")
     default_compute_precision: str = _row("float16", "SIE_DEFAULT_COMPUTE_PRECISION", "adapter", _choice("float16", "bfloat16", "float32"), "Precision of models that do not set their own. A CPU runs 16-bit models in bfloat16 where it has the instructions, else in float32.")
     instrumentation: bool = _row(False, "SIE_INSTRUMENTATION", "adapter", BOOL, "Detailed batch statistics.", waits_for="instrumentation")
-    max_loras_per_model: int = _row(10, "SIE_MAX_LORAS_PER_MODEL", "adapter", _whole(1), "LoRAs kept per model.", waits_for="LoRA")
+    max_loras_per_model: int = _row(10, "SIE_MAX_LORAS_PER_MODEL", "adapter", _whole(1), "LoRAs kept per model.")
 
     @property
     def profile(self) -> str:

@@ -2,11 +2,16 @@
 
     available ──EnsureReady──► loading ──Ready──► loaded ──Release, eviction, adapter gone──► available
                                   └──Refused──► failed ──cool-down──► available
+
+The adapter evicts under pressure among the models that it was told are idle. It is told of them once a second, and at once when one of
+them gets work, so that a model with work is not unloaded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Literal
@@ -20,7 +25,13 @@ from sie_contracts.messages import ModelStatus
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.tokens import ModelTokenizer
 
-COOL_DOWN_S = 30.0  # after a failure that may pass; a permanent one stands until the entry changes
+COOL_DOWN_S = {"OOM": 60.0}  # after a failure that may pass; a permanent one stands until the entry changes
+OTHER_COOL_DOWN_S = 30.0
+PASSING = ("OOM", "NETWORK")  # tried again however often
+PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
+MOST_ATTEMPTS = 3  # of any other failure
+IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
+TELL_S = 1.0
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 
@@ -36,7 +47,7 @@ class Hosted:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        self.used_s = 0.0
+        self.used_s = 0.0  # of the last work that came or went
         self.loading: asyncio.Task[None] | None = None
         self._fingerprints: dict[tuple[str, str], str] = {}
 
@@ -44,21 +55,25 @@ class Hosted:
     def name(self) -> str:
         return self.resolved.residency
 
-    def fingerprint(self, profile: str) -> str:
-        """Of answers of this profile; empty while nothing is loaded."""
+    def fingerprint(self, profile: str, lora: str = "") -> str:
+        """Of answers of this profile and this LoRA; empty while nothing is loaded."""
         if self.ready is None:
             return ""
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
-        return self._fingerprints[loaded, profile]
+        found = self._fingerprints[loaded, profile]
+        return hashlib.sha256(f"{found} {lora}".encode()).hexdigest()[:16] if lora else found
 
     def status(self) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
         return ModelStatus(
             self.name, self.state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
-            self.error.info() if self.error else None,
+            self.error.info() if self.error else None, loaded.certificate or None if loaded else None,
         )  # fmt: skip
+
+    def cool_down_s(self) -> float:
+        return COOL_DOWN_S.get(str(self.error.extras.get("error_class")) if self.error else "", OTHER_COOL_DOWN_S)
 
     def unload(self) -> None:
         """The adapter does not hold it any more."""
@@ -76,6 +91,8 @@ class Hosting:
         self._clock = clock
         self._on_change = on_change
         self._hosted: dict[str, Hosted] = {}
+        self._told: set[str] = set()  # what the adapter believes to be idle
+        self._news = asyncio.Event()
         link.listeners.append(self._on_link)
 
     def all(self) -> list[Hosted]:
@@ -93,8 +110,21 @@ class Hosting:
                 hosted.state, hosted.error, hosted.attempts = "available", None, 0
         return hosted
 
+    def take(self, hosted: Hosted, items: int = 1) -> None:
+        """Hold `items` more work items for `hosted`. From now on the adapter must not unload it."""
+        hosted.held += items
+        hosted.used_s = self._clock()
+        if hosted.name in self._told:
+            self._news.set()
+
+    def let_go(self, hosted: Hosted) -> None:
+        """One work item of `hosted` is settled."""
+        hosted.held -= 1
+        hosted.used_s = self._clock()
+
     def _on_link(self, connected: bool) -> None:
         if not connected:
+            self._told.clear()
             for hosted in self._hosted.values():
                 hosted.unload()
         self._on_change()
@@ -104,7 +134,7 @@ class Hosting:
         while hosted.state != "loaded":
             if hosted.state == "failed" and hosted.error is not None:
                 permanent = bool(hosted.error.extras.get("permanent"))
-                if permanent or self._clock() - hosted.failed_s < COOL_DOWN_S:
+                if permanent or self._clock() - hosted.failed_s < hosted.cool_down_s():
                     # a new exception each time: a kept one would collect the frames of everybody who ever met it
                     raise SIEError.from_info(hosted.error.info())
             if hosted.loading is None:
@@ -124,7 +154,9 @@ class Hosting:
             raise
         except SIEError as error:
             hosted.attempts += 1
-            extras = {"error_class": "UNKNOWN", "permanent": hosted.attempts >= 3, **error.extras, "attempts": hosted.attempts}
+            error_class = error.extras.get("error_class", "UNKNOWN")
+            permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
+            extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
             hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
             hosted.state, hosted.failed_s = "failed", self._clock()
             _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
@@ -139,9 +171,7 @@ class Hosting:
             self._on_change()
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
-        for name in ready.evicted:
-            if name in self._hosted:
-                self._hosted[name].unload()
+        self._evicted(ready.evicted)
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
         hosted.state, hosted.used_s = "loaded", self._clock()
@@ -149,14 +179,54 @@ class Hosting:
         how = f"{loaded.precision}, {loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
 
+    def _evicted(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if name in self._hosted:
+                self._hosted[name].unload()
+        if names:
+            self._on_change()
+
     async def release(self, hosted: Hosted) -> None:
-        """Unload a model that nothing is held for. Raises AdapterGone, SIEError."""
+        """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises AdapterGone, SIEError."""
         hosted.unload()
+        hosted.loading = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
         self._on_change()
-        await self._link.ask(ipc.Release(hosted.name))
+        await asyncio.shield(hosted.loading)
+
+    async def _release(self, hosted: Hosted) -> None:
+        try:
+            await self._link.ask(ipc.Release(hosted.name))
+        finally:
+            hosted.loading = None
 
     def idle(self, seconds: float) -> list[Hosted]:
         """Loaded models without work that were last used this long ago."""
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
         return [hosted for hosted in loaded if not hosted.held and hosted.used_s <= before_s]
+
+    async def run(self, idle_evict_s: int | None) -> None:
+        """Until cancelled: tell the adapter what may go, hear what went, and unload what was idle for `idle_evict_s` seconds."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), TELL_S)
+            self._news.clear()
+            with contextlib.suppress(AdapterGone):  # nothing is loaded then, and a new adapter knows of no idle model
+                await self.tell()
+            for hosted in self.idle(idle_evict_s) if idle_evict_s is not None else ():
+                _logger.info("%s was idle for %d s and is unloaded", hosted.name, idle_evict_s, extra={"model": hosted.name})
+                try:
+                    await self.release(hosted)
+                except (AdapterGone, SIEError) as error:
+                    _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})
+
+    async def tell(self) -> None:
+        """Name the idle models to the adapter, if there are or were any. Raises AdapterGone."""
+        idle = {hosted.name for hosted in self.idle(IDLE_S)}
+        if not idle and not self._told:
+            return
+        self._told = idle
+        pong = await self._link.ask(ipc.Ping(tuple(sorted(idle))))
+        if isinstance(pong, ipc.Pong) and pong.evicted:
+            _logger.info("unloaded under memory pressure: %s", ", ".join(pong.evicted))
+            self._evicted(pong.evicted)

@@ -222,6 +222,12 @@ class AdapterLink:
             raise AdapterGone(f"{self.path}: answered EnsureReady with {type(ready).__name__}")
         return ready
 
+    async def ensure_lora(self, question: ipc.EnsureLora) -> None:
+        """Load a LoRA. Raises AdapterGone, or the SIEError of a failed load."""
+        async with self._loads, self._borrowed() as connection:
+            answer = await self._exchange(connection, question)
+        _unwrapped(answer)
+
     async def run_batch(self, batch: ipc.RunBatch, on_started: Callable[[], None]) -> ipc.BatchDone:
         """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a refused batch."""
         async with self._borrowed() as connection:

@@ -21,12 +21,14 @@ from sie_contracts.settings import Mode, SettingError, Settings, default_worker_
 from sie_contracts.topology import Lane
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
+from sie_sidecar.hosting import MOST_ATTEMPTS
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.worker import Worker
 
 DRAIN_S = 9.0
 REFILL_S = 1.0
+PRELOAD_RETRY_S = 5.0
 PING_ANSWER_S = 0.25  # an answer on its way is not silence, also at a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
 
@@ -75,7 +77,8 @@ async def serve(
                 await worker.start()
                 health.worker = worker
                 await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
-                tasks.start(_upkeep(settings, worker, stop), "upkeep")
+                tasks.start(_upkeep(worker, stop), "upkeep")
+                tasks.start(worker.hosting.run(settings.idle_evict_s), "hosting")
                 _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
                 await stop.wait()
         finally:
@@ -98,7 +101,11 @@ async def _verified(broker: Broker, stream: str) -> bool:
 
 
 async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: Health, stop: Stop) -> None:
-    """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process, a failed load shows in readiness."""
+    """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process.
+
+    A failed load shows in readiness for as long as it is tried again; after that, in the log and in the state of the model: the other
+    models of this worker do not wait for it for ever.
+    """
     if not settings.preload_models:
         return
     health.preloading = ", ".join(settings.preload_models)
@@ -108,16 +115,21 @@ async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, w
         return
     resolved = [_known(feed.catalogue, name) for name in settings.preload_models]
     for index, wanted in enumerate(resolved):
-        health.preloading = ", ".join(each.canonical for each in resolved[index:])
+        left = ", ".join(each.canonical for each in resolved[index:])
+        health.preloading = left
         while not stop.requested:
+            hosted = worker.hosting.of(wanted)
             try:
-                await worker.hosting.ensure(worker.hosting.of(wanted))
+                await worker.hosting.ensure(hosted)
                 break
             except AdapterGone:
                 await link.wait_connected()
             except SIEError as error:
-                _logger.error("preloading %s failed: %s", wanted.canonical, error)
-                await stop.wait_for(5.0)
+                if error.extras.get("permanent") or hosted.attempts >= MOST_ATTEMPTS:
+                    _logger.error("preloading %s is given up: %s", wanted.canonical, error)
+                    break
+                health.preloading = f"{left} ({error})"
+                await stop.wait_for(PRELOAD_RETRY_S)
     health.preloading = ""
     health.changed()
 
@@ -141,8 +153,8 @@ def _known(catalogue: Catalogue, name: str) -> Resolved:
         raise SettingError("SIE_PRELOAD_MODELS", error.message) from error
 
 
-async def _upkeep(settings: Settings, worker: Worker, stop: Stop) -> None:
-    """Once a second: credit that depends on time, and models that have been idle too long."""
+async def _upkeep(worker: Worker, stop: Stop) -> None:
+    """Once a second: credit that depends on time; every ten, the consumers."""
     rounds = 0
     while not await stop.wait_for(REFILL_S):
         worker.pulling.refill()
@@ -152,14 +164,6 @@ async def _upkeep(settings: Settings, worker: Worker, stop: Stop) -> None:
                 await worker.pulling.find_consumers()
             except BrokerError as error:
                 _logger.warning("the consumers could not be listed: %s", error)
-        if settings.idle_evict_s is None:
-            continue
-        for hosted in worker.hosting.idle(settings.idle_evict_s):
-            _logger.info("%s was idle for %d s and is unloaded", hosted.name, settings.idle_evict_s)
-            try:
-                await worker.hosting.release(hosted)
-            except (AdapterGone, SIEError) as error:
-                _logger.warning("%s could not be unloaded: %s", hosted.name, error)
 
 
 def _app(health: Health, metrics: Metrics) -> App:

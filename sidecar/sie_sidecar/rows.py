@@ -1,6 +1,6 @@
 """The inputs of a work item become the rows that its model reads, as `ipc.Rows` describes. Pure: called in the tokenising threads.
 
-    inputs, query, options ──► pieces of text ──► contents (ids without special tokens), cut to their room ──► rows
+inputs, query, options ──► pieces of text ──► contents (ids without special tokens), cut to their room ──► rows
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from sie_contracts.ipc import Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate
 from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-QUERY_SHARE = 0.75  # of a pair's room that its query may take at most, so that something of the document is read
+QUERY_SHARE = 0.75  # of a pair's room that its query may always take; more only where the document leaves it
+HYPOTHESIS = "This text is about {}."
+NOWHERE = -1  # the place of a special token
 _NONE = np.zeros(0, np.int32)
 
 
@@ -128,7 +130,7 @@ def _sided(tokenizer: ModelTokenizer, texts: list[str], sides: list[Side], trunc
 def _pair(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    queries = tokenizer.contents([item.query.text or "" if item.query else "" for item in items], int(room * QUERY_SHARE), truncate)
+    queries = tokenizer.contents([_query(item) for item in items], room, truncate)
     documents = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], room, truncate))
     made = []
     for item, query in zip(items, queries, strict=True):
@@ -140,26 +142,31 @@ def _hypotheses(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], 
     template = tokenizer.pair
     room = max(0, limit - template.special)
     texts = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], room, truncate))
+    said = list(dict.fromkeys(text for item in items for text in _said(item.options)))
+    hypotheses = dict(zip(said, tokenizer.contents(said, room, truncate), strict=True))
     made = []
     for item in items:
-        pattern = str(item.options.parameters.get("hypothesis_template", "This text is about {}."))
-        before, _, after = pattern.partition("{}")
-        said = tokenizer.contents([before + label + after for label in item.options.labels], int(room * QUERY_SHARE), "END")
+        rights = [hypotheses[text] for text in _said(item.options)]
         rows = []
         for _ in item.inputs:
-            text = next(texts)
-            rows += [_joined(template, text, hypothesis, room, truncate, cut_first=True) for hypothesis in said]
+            left = next(texts)
+            rows += [_joined(template, left, right, room, truncate, cut_first=True) for right in rights]
         made.append(Made(rows))
     return made
 
 
+def _said(options: RunOptions) -> list[str]:
+    """The hypothesis of each label."""
+    before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
+    return [before + label + after for label in options.labels]
+
+
 def _joined(template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool) -> Row:
-    """A pair as the tokenizer's own template has it; the one that may be cut gets the room that the other leaves."""
-    left_ids, right_ids = left.ids, right.ids
-    if cut_first:
-        left_ids = cut(left_ids, room - len(right_ids), truncate)
-    else:
-        right_ids = cut(right_ids, room - len(left_ids), truncate)
+    """A pair as the tokenizer's own template has it: one is cut to the room that the other leaves, which keeps at least its share."""
+    kept, given = (right, left) if cut_first else (left, right)
+    kept_ids = cut(kept.ids, max(int(room * QUERY_SHARE), room - given.full), truncate)
+    given_ids = cut(given.ids, room - len(kept_ids), truncate)
+    left_ids, right_ids = (given_ids, kept_ids) if cut_first else (kept_ids, given_ids)
     parts = (template.first, left_ids, template.middle, right_ids, template.last)
     ids = np.concatenate(parts)
     types = np.repeat(np.array(template.types, np.uint8), [len(part) for part in parts]) if any(template.types) else None
@@ -167,30 +174,54 @@ def _joined(template: PairTemplate, left: Tokens, right: Tokens, room: int, trun
 
 
 def _pieces(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
-    """Each piece by itself, then joined; the piece with the document gets what the others leave and loses its end."""
-    made = []
+    """Each piece by itself, then joined: the answer stands after the last, so no end of the template is ever cut.
+
+    A query in a piece of its own keeps its share of the limit, as one beside the document does. The piece with the document loses its end
+    to what the others leave. Source: README of Qwen3-Reranker, the library mxbai-rerank.
+    """
+    share = int(limit * QUERY_SHARE)
+    others = dict.fromkeys(_filled(piece, _query(item), "") for item in items for piece in item.options.pieces if not _is_cut(piece))
+    contents = dict(zip(others, tokenizer.contents(list(others), tokenizer.max_tokens + 1, "END"), strict=True))
+    filled: list[str] = []
+    shortened: list[bool] = []
     for item in items:
-        whole = (item.query.text or "") if item.query else ""
-        query = _shortened(tokenizer, whole, int(limit * QUERY_SHARE))
-        ends = [_filled(piece, query, "") for piece in item.options.pieces]
-        place = next(index for index, piece in enumerate(item.options.pieces) if "document" in piece[1::2])
-        fixed = tokenizer.contents([text for index, text in enumerate(ends) if index != place], limit, "END")
-        before = np.concatenate([_NONE, *(content.ids for content in fixed[:place])])
-        after = np.concatenate([_NONE, *(content.ids for content in fixed[place:])])
-        room = max(0, limit - len(before) - len(after))
-        filled = [_filled(item.options.pieces[place], query, given.text or "") for given in item.inputs]
-        cut: Truncate = "NONE" if truncate == "NONE" else "END"
-        contents = tokenizer.contents(filled, room, cut)
-        fixed_tokens = len(before) + len(after) + (query != whole)
-        made.append(Made([Row(np.concatenate((before, content.ids, after)), content.full + fixed_tokens) for content in contents]))
+        place, query = _place(item.options), _query(item)
+        is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
+        # a character has at most four bytes, and a token at least one
+        shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
+        shortened.append(shown != query)
+        filled += [_filled(item.options.pieces[place], shown, given.text or "") for given in item.inputs]
+    documents = iter(tokenizer.contents(filled, limit, "NONE" if truncate == "NONE" else "END"))
+    made = []
+    for item, was_cut in zip(items, shortened, strict=True):
+        place, pieces = _place(item.options), item.options.pieces
+        around = [contents[_filled(piece, _query(item), "")] for piece in pieces if not _is_cut(piece)]
+        ids = [
+            cut(content.ids, share, "END") if "query" in piece[1::2] else content.ids
+            for content, piece in zip(around, (*pieces[:place], *pieces[place + 1 :]), strict=True)
+        ]
+        before, after = np.concatenate([_NONE, *ids[:place]]), np.concatenate([_NONE, *ids[place:]])
+        full = sum(content.full for content in around) + was_cut
+        rows = []
+        for _ in item.inputs:
+            document = next(documents)
+            kept = cut(document.ids, limit - len(before) - len(after), "END")
+            rows.append(Row(np.concatenate((before, kept, after)), full + document.full))
+        made.append(Made(rows))
     return made
 
 
-def _shortened(tokenizer: ModelTokenizer, text: str, room: int) -> str:
-    """The text itself, or as much of it as `room` tokens hold."""
-    if 4 * len(text) <= room:  # a character has at most four bytes, and a token at least one
-        return text
-    return tokenizer.prefix_of(text, room)
+def _query(item: Work) -> str:
+    return (item.query.text or "") if item.query else ""
+
+
+def _is_cut(piece: tuple[str, ...]) -> bool:
+    return "document" in piece[1::2]
+
+
+def _place(options: RunOptions) -> int:
+    """The piece that is cut."""
+    return next(index for index, piece in enumerate(options.pieces) if _is_cut(piece))
 
 
 def _filled(piece: tuple[str, ...], query: str, document: str) -> str:
@@ -199,21 +230,15 @@ def _filled(piece: tuple[str, ...], query: str, document: str) -> str:
 
 
 def _spans(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
-    room = max(0, limit - len(tokenizer.first) - len(tokenizer.last))
+    first, last = tokenizer.first, tokenizer.last
+    special = len(first) + len(last)
     texts = [given.text or "" for item in items for given in item.inputs]
-    rows = iter(tokenizer.spans(texts, room, truncate))
-    ends = np.zeros((1, 2), np.int32)
-    special = len(tokenizer.first) + len(tokenizer.last)
-    made = []
-    for item in items:
-        found = []
-        for _ in item.inputs:
-            content, offsets = next(rows)
-            ids = np.concatenate((tokenizer.first, content.ids, tokenizer.last))
-            padded = np.concatenate((np.repeat(ends, len(tokenizer.first), 0), offsets, np.repeat(ends, len(tokenizer.last), 0)))
-            found.append(Row(ids, content.full + special, offsets=padded))
-        made.append(Made(found))
-    return made
+    rows = []
+    for content, offsets in tokenizer.spans(texts, max(0, limit - special), truncate):
+        places = np.concatenate((np.full((len(first), 2), NOWHERE, np.int32), offsets, np.full((len(last), 2), NOWHERE, np.int32)))
+        rows.append(Row(np.concatenate((first, content.ids, last)), content.full + special, offsets=places))
+    taken = iter(rows)
+    return [Made([next(taken) for _ in item.inputs]) for item in items]
 
 
 def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:

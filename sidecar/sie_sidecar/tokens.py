@@ -23,7 +23,9 @@ from sie_sidecar.longtext import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-INLINE_CHARACTERS = 2048  # below this tokenising costs less than handing it to a thread (measured: 60 us against 110 us)
+# Some 200 us of tokenising, the longest that the loop may be held up. A thread would answer later, by 35 us on an idle machine and by
+# 300 us or more on a busy one (bench/tokens.py).
+INLINE_CHARACTERS = 1024
 _MOST_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
 

@@ -33,6 +33,7 @@ from sie_sidecar.held import Held, cut, merge, runnable, stages_of
 from sie_sidecar.hosting import Hosted, Hosting
 from sie_sidecar.lease import Leases
 from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.pulling import Pulling
 from sie_sidecar.rows import Row, Work, offsets_of, texts_of, types_of
@@ -63,6 +64,7 @@ class Worker:
         self._clock = clock
         self.leases = Leases(float(settings.ack_wait_s), link.is_fresh, clock)
         self.hosting = Hosting(link, clock, on_change)
+        self._loras = Loras(link, clock)
         self._settlement = Settlement(broker, self.leases, metrics, clock)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._waiting: Waiting[Held] = Waiting()
@@ -124,10 +126,11 @@ class Worker:
             await self._arrival.wait()
             self._arrival.clear()
             arrived, self._arrived = self._arrived, []
-            groups: dict[tuple[str, str, int, str, str, int], list[Held]] = defaultdict(list)
+            groups: dict[tuple[str | int, ...], list[Held]] = defaultdict(list)
             for held in arrived:
                 item, options = held.item, held.item.options
-                groups[item.model, item.profile, item.config_revision, item.operation, options.truncate, options.max_tokens].append(held)
+                key = (item.model, item.profile, item.config_revision, item.operation, options.lora, options.truncate, options.max_tokens)
+                groups[key].append(held)
             for group in groups.values():
                 self._work.start(self._prepare(group), "prepare")
             self.pulling.refill()
@@ -143,7 +146,7 @@ class Worker:
                     else:
                         self._answer_all([held], NotReady("the model was changed or removed while this request was on its way"))
                 return
-            await self._ensure_ready(hosted)
+            await self._ensure_ready(hosted, group[0].item.options.lora)
             loaded_s = self._clock()
             self._tokenising += 1
             try:
@@ -170,14 +173,16 @@ class Worker:
         hosted = self.hosting.of(self._feed.catalogue.resolve_profile(entry, item.profile, item.model))
         for held in group:
             held.hosted = hosted
-            hosted.held += 1
+            self.hosting.take(hosted)
         return hosted
 
-    async def _ensure_ready(self, hosted: Hosted) -> None:
+    async def _ensure_ready(self, hosted: Hosted, lora: str) -> None:
         """As Hosting.ensure, over any number of adapters: leases bound the wait, not this loop."""
         while True:
             try:
                 await self.hosting.ensure(hosted)
+                if lora:
+                    await self._loras.ensure(hosted, lora)
             except AdapterGone:
                 await self._link.wait_connected()
             else:
@@ -260,6 +265,8 @@ class Worker:
         except SIEError as error:
             if error.code == "MODEL_LOADING":  # evicted since it was prepared
                 self._again(jobs)
+            elif error.code == "LORA_LOADING":
+                self._again(jobs, unloaded=False)
             else:
                 self._answer_all(jobs, error)
         except Exception:  # the root of a task: what it held must be answered
@@ -310,16 +317,16 @@ class Worker:
             self._answer_all(poisoned, InferenceFailed("this input ended the inference process twice", reason="poison"))
         self._again([held for held in jobs if held.deaths < POISON_DEATHS])
 
-    def _again(self, jobs: list[Held]) -> None:
+    def _again(self, jobs: list[Held], *, unloaded: bool = True) -> None:
         for held in jobs:
-            if held.hosted is not None:
+            if held.hosted is not None and unloaded:
                 held.hosted.unload()
             self._work.start(self._once_ready(held), "again")
 
     async def _once_ready(self, held: Held) -> None:
         assert held.hosted is not None
         try:
-            await self._ensure_ready(held.hosted)
+            await self._ensure_ready(held.hosted, held.item.options.lora)
             self._waiting.put_back(self._job(held, held.received_s))
         except SIEError as error:
             self._answer_all([held], error)
@@ -360,7 +367,7 @@ class Worker:
         self._count(held, 0)
         stages = stages_of(held, now_s, done)
         batch = msgspec.structs.replace(note or BatchNote(), deliveries=held.lease.delivery.delivered)
-        fingerprint = hosted.fingerprint(item.profile) if hosted else ""
+        fingerprint = hosted.fingerprint(item.profile, item.options.lora) if hosted else ""
         result = WorkResult(
             item.request, item.chunk, self._id, outcomes, block, item.attempt, item.revision, fingerprint, stages, batch
         )
@@ -380,10 +387,9 @@ class Worker:
         await self.leases.hand_back(held.lease, HAND_BACK_DELAY_S)
         self._let_go(held)
 
-    @staticmethod
-    def _let_go(held: Held) -> None:
+    def _let_go(self, held: Held) -> None:
         if held.hosted is not None:
-            held.hosted.held -= 1
+            self.hosting.let_go(held.hosted)
             held.hosted = None
 
     # ending

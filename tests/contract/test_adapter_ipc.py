@@ -35,7 +35,7 @@ from sie_contracts.messages import Failed, Ok
 
 MODEL = "mini"
 MAX_TOKENS = 256
-ENTRY: dict[str, Any] = yaml.safe_load((packaged_folder() / "models" / "all-MiniLM-L6-v2.yaml").read_text())
+ENTRY: dict[str, Any] = yaml.safe_load((packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text())
 
 GOLDEN = {  # model-notes 12A: sentence-transformers 6.2 in float32, first three numbers
     "test": (0.011573, 0.025136, -0.036702),

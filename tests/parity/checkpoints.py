@@ -93,6 +93,11 @@ def _bidirectional(architecture: Architecture, **config: Any) -> Architecture:
     return replace(architecture, config={**architecture.config, **(config or {"is_causal": False})}, causal=False)
 
 
+def _rotary(architecture: Architecture, **scaling: Any) -> Architecture:
+    rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, **scaling}
+    return replace(architecture, config={**architecture.config, "rope_parameters": rope})
+
+
 _QWEN2 = _decoder("qwen2", recipes.QWEN)
 _QWEN3 = _decoder("qwen3", recipes.QWEN, head_dim=32, attention_bias=True)
 _MISTRAL = _decoder("mistral", recipes.MISTRAL, sliding_window=64)
@@ -156,6 +161,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral bidirectional sliding": _bidirectional(_MISTRAL),
     "llama causal": _LLAMA,
     "llama bidirectional": replace(_bidirectional(_LLAMA), poolings=("mean", "last")),
+    "llama yarn": _rotary(_LLAMA, rope_type="yarn"),
+    "llama llama3": _rotary(_LLAMA, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+    # the factors depend on the length of a text
+    "llama longrope": _rotary(_LLAMA, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[3.0] * 8),
     "mpnet": Architecture("mpnet", recipes.MPNET, _SIZES),
     "deberta-v2": Architecture(
         "deberta-v2", recipes.DEBERTA,

@@ -39,15 +39,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="session")
 def serve(folders: Folders) -> Iterator[Serve]:
-    """Loads an architecture in a precision through the adapter; skips where this machine has no such precision."""
+    """Loads an architecture in a precision through the adapter (`ParityEngine.load`); skips where this machine has no such precision."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a lane
     engine = ParityEngine()
 
     @functools.cache
-    def served(name: str, precision: Precision, *, padded: bool = False) -> Served:
-        architecture = ARCHITECTURES[name]
-        loaded = engine.load(folders(name), precision, width=architecture.width, max_tokens=MAX_TOKENS, padded=padded)
+    def served(name: str, precision: Precision, **options: bool) -> Served:
+        loaded = engine.load(folders(name), precision, width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS, **options)
         if loaded.precision != precision:
             pytest.skip(f"this CPU does not compute in {precision}")
         return loaded

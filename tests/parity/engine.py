@@ -83,12 +83,17 @@ class ParityEngine:
     def __init__(self) -> None:
         self._engine = Engine(Settings(device="cpu"))
 
-    def load(self, folder: Path, precision: Precision, *, width: int, max_tokens: int, padded: bool = False) -> Served:
-        """Load a folder. `padded` forces the path of models that cannot run packed. Raises ModelLoadFailed."""
-        model = f"parity/{folder.name}-{precision}{'-padded' if padded else ''}"
+    def load(
+        self, folder: Path, precision: Precision, *, width: int, max_tokens: int, padded: bool = False, causal: bool | None = None
+    ) -> Served:
+        """Load a folder. `padded` forces the path of models that cannot run packed; `causal` overrides its configuration.
+
+        Raises ModelLoadFailed.
+        """
+        model = f"parity/{folder.name}-{precision}{'-padded' if padded else ''}{'' if causal is None else f'-causal-{causal}'}"
         entry = parse_entry({
             "id": model, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": width}, "max_tokens": max_tokens,
-            "load": {"precision": precision},
+            "load": {"precision": precision, "causal": causal},
         })  # fmt: skip
         resident, _ = self._engine.residency.ensure(model, entry, "default", ())
         if padded:

@@ -34,7 +34,7 @@ class Reference:
         return self._encode(self.stored, texts)
 
     def pooled(self, texts: Sequence[str], poolings: Sequence[Pooling]) -> dict[Pooling, Vectors]:
-        """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered, poolings being those of the architecture."""
+        """[texts, width] for each pooling, by the modules of the folder but Normalize. Remembered: poolings are always the same."""
         if (known := self._pooled.get(tuple(texts))) is not None:
             return known
         behind = [module for module in list(self.stored)[2:] if not isinstance(module, Normalize)]

@@ -12,7 +12,7 @@ import pytest
 from oracle import WORDS, cosines
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, build
 from parity.conftest import Folders, References, Serve
-from parity.engine import Served, Vectors
+from parity.engine import Ids, Served, Vectors
 from parity.reference import Reference
 from parity.table import Agreement, ParityTable
 from safetensors.numpy import load_file
@@ -22,13 +22,21 @@ from sie_contracts.errors import ModelLoadFailed
 # What each architecture runs; one that silently falls back from packed to padded fails here.
 ATTENTION = {
     **dict.fromkeys(ARCHITECTURES, "sdpa"),
-    **dict.fromkeys(("mpnet", "deberta-v2", "mistral bidirectional sliding"), "sdpa padded"),
+    **dict.fromkeys(("mpnet", "deberta-v2", "mistral bidirectional sliding", "llama longrope"), "sdpa padded"),
     "gemma2": "eager padded",  # scores are capped, which neither the packed kernels nor sdpa do
 }
 PRECISIONS = ("float32", "bfloat16")
-WRONG = {
-    "gemma2": "its load fails: the fall-back asks for sdpa, which transformers refuses for Gemma2 because of the softcap",
-}
+GEMMA2 = pytest.mark.xfail(
+    strict=True, raises=ModelLoadFailed,
+    reason="its load fails: the fall-back asks for sdpa, which transformers refuses for Gemma2 because of the softcap",
+)  # fmt: skip
+LONGROPE = pytest.mark.xfail(
+    strict=True, raises=AssertionError,
+    reason="padded together, all texts of a pass get the factors of the longest: cosine 0.01 in a batch, 1 alone",
+)  # fmt: skip
+GEMMA3_CAUSAL = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="load.causal true is without effect on Gemma 3, which reads use_bidirectional_attention"
+)
 MAX_DIFFERENCE = {"float32": 1e-5, "bfloat16": 0.05}  # of a component, in units of the vector's norm
 MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
 # The worst of 64 random texts is noise, their mean is not: one text moves by a factor of 2 when nothing but the order of a sum changes.
@@ -38,13 +46,13 @@ MAX_WORST_OF_STOCK = 3.0
 _EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 130, 255, 500, MAX_TOKENS)
 _ODD = (
     "", "Zürich, 東京 and 😀", "שלום עולם, مرحبا", "tab\tline\nthe end", "UPPER naïve it's (a) 3.14", "unsearchable" * 9,
-    "one " * MAX_TOKENS + "past the limit",
+    "one " * MAX_TOKENS + "past the limit", "  spaces around \n", "a\u0000b \u200bc", "<pad>[PAD]<|endoftext|> <pad> river", "a </s> [SEP] <eos>",
 )  # fmt: skip
 
 
-def architectures(names: Iterable[str] = ARCHITECTURES) -> Any:
-    """Parametrises a test with `names`; what is known to be wrong is expected to fail."""
-    marks = {name: pytest.mark.xfail(strict=True, raises=ModelLoadFailed, reason=reason) for name, reason in WRONG.items()}
+def architectures(names: Iterable[str] = ARCHITECTURES, **wrong: pytest.MarkDecorator) -> Any:
+    """Parametrises a test with `names`; `wrong` marks those that are expected to fail, by name with _ for a space."""
+    marks = {"gemma2": GEMMA2, **{name.replace("_", " "): mark for name, mark in wrong.items()}}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 
 
@@ -90,7 +98,7 @@ def check(name: str, precision: str, served: Served, references: References, tab
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures()
+@architectures(llama_longrope=LONGROPE)
 def test_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
     """W3, W4."""
     check(name, precision, serve(name, precision), references, table)
@@ -123,7 +131,7 @@ def test_a_folder_is_served_as_its_own_files_say(name: str, serve: Serve, refere
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures()
+@architectures(llama_longrope=LONGROPE)
 def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serve: Serve) -> None:
     """In float32 to rounding; in bfloat16 another kernel may round otherwise, by less than bfloat16 itself costs."""
     served = serve(name, precision)
@@ -148,16 +156,45 @@ def test_two_lanes_at_once_give_what_one_gives(name: str, precision: str, serve:
         np.testing.assert_array_equal(got, expected)
 
 
-@architectures()
-def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, serve: Serve) -> None:
-    served = serve(name, "float32")
+def _differing_in_the_last(served: Served) -> list[Ids]:
     ids = served.tokens([" ".join(WORDS[:16])])[0]
     changed = ids.copy()
     changed[-1] = ids[-2]
     assert changed[-1] != ids[-1]
-    before, after = served.encode_ids([ids, changed], pooling="cls")
+    return [ids, changed]
+
+
+@architectures()
+def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, serve: Serve) -> None:
+    served = serve(name, "float32")
+    before, after = served.encode_ids(_differing_in_the_last(served), pooling="cls")
     moved = float(np.abs(after - before).max() / np.linalg.norm(before))
     assert moved <= 1e-6 if ARCHITECTURES[name].causal else moved >= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "as_if"),
+    [
+        ("qwen2 causal", False, "qwen2 bidirectional"),
+        ("qwen2 bidirectional", True, "qwen2 causal"),
+        ("qwen3 causal", False, "qwen3 bidirectional"),
+        ("qwen3 bidirectional", True, "qwen3 causal"),
+        ("llama causal", False, "llama bidirectional"),
+        ("mistral causal", False, "mistral bidirectional sliding"),
+    ],
+)
+def test_an_entry_may_turn_the_direction(name: str, causal: bool, as_if: str, serve: Serve, references: References) -> None:
+    """The same seed made the weights of both folders, so each is the reference of the other."""
+    texts = ragged(serve(name, "float32"))[:16]
+    turned = serve(name, "float32", causal=causal).encode(texts, pooling="mean")
+    assert agreement(turned, references(as_if, "float32").pooled(texts, ARCHITECTURES[as_if].poolings)["mean"]).difference <= 1e-5
+
+
+@pytest.mark.parametrize("name", [pytest.param("gemma3 bidirectional", marks=GEMMA3_CAUSAL)])
+def test_a_direction_that_an_entry_demands_is_never_ignored(name: str, serve: Serve) -> None:
+    served = serve(name, "float32", causal=True)
+    first, changed = served.encode_ids(_differing_in_the_last(served), pooling="cls")
+    np.testing.assert_allclose(changed, first, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +223,12 @@ def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, ser
 def test_a_setting_that_is_ignored_would_show(
     name: str, change: dict[str, Any], serve: Serve, references: References, tmp_path: Path
 ) -> None:
-    """The same weights with the setting changed are further from the reference than the bound, so the tests above notice it."""
+    """The same weights with the setting changed are 10 times further from the reference than the bound, so the tests above notice it."""
     architecture = ARCHITECTURES[name]
     texts = [" ".join(random.Random(seed).choices(WORDS, k=length)) for seed, length in enumerate((40, 80, 150, 500))]
     other = Reference(build(tmp_path / "other", architecture, **change), "float32").pooled(texts, architecture.poolings)
     same = references(name, "float32").pooled(texts, architecture.poolings)
-    assert max(agreement(other[pooling], same[pooling]).difference for pooling in architecture.poolings) > MAX_DIFFERENCE["float32"]
+    assert max(agreement(other[pooling], same[pooling]).difference for pooling in architecture.poolings) > 10 * MAX_DIFFERENCE["float32"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

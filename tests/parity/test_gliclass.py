@@ -20,7 +20,7 @@ from sie_adapter.families.gliclass import GliclassModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 
 LABELS = ("person", "river mountain", "Engine", "vector")
-MAX_TOKENS = 96
+MAX_TOKENS = 128
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prompt first", "text first"])
@@ -60,7 +60,7 @@ def failed(result: Any, kind: type[SIEError]) -> SIEError:
 
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_scores_equal_those_of_the_package(model: GliclassModel, folder: Path, multi_label: bool) -> None:
-    texts = [*ragged_texts(20, seed=1, longest=60), "  Zürich, the harbour (search): 👍 e-mail 3.14!\n"]
+    texts = [*ragged_texts(20, seed=1, longest=40), "  Zürich, the harbour (search): 👍 e-mail 3.14!\n"]
     ours = model.extract(texts, [ExtractOptions(LABELS, None, {"multi_label": multi_label})] * len(texts))
     theirs = oracle(folder, texts, LABELS, multi_label=multi_label)
     for found, expected in zip(ours, theirs, strict=True):

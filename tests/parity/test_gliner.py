@@ -27,7 +27,7 @@ from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed,
 
 KINDS: tuple[GlinerKind, ...] = ("span", "token", "bi", "bi-token")
 LABELS = ("person", "river mountain", "Engine")
-THRESHOLD = {"span": 0.3, "token": 0.3, "bi": 0.5, "bi-token": 0.25}
+THRESHOLD = {"span": 0.3, "token": 0.25, "bi": 0.5, "bi-token": 0.25}
 
 Entities = list[dict[str, Any]]
 
@@ -81,7 +81,7 @@ def test_entities_equal_those_of_the_package(
     ours = extract(models[kind], texts, options(kind, **parameters))
     rows = 1 if "token" in kind else 5  # the package takes the padding of a token-level batch for words
     theirs = oracles[kind].inference(texts, list(LABELS), threshold=THRESHOLD[kind], batch_size=rows, **parameters)
-    assert sum(map(len, theirs)) > 40
+    assert sum(map(len, theirs)) > 30
     for text, found, expected in zip(texts, ours, theirs, strict=True):
         assert_equal(found, expected)
         assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
@@ -209,7 +209,7 @@ def test_a_threshold_of_nothing_keeps_a_bounded_number_of_candidates(models: dic
         assert 0 < len(found) <= len(WORDS) * 8
         assert found[-1]["end"] > len(text) / 2
     [everything] = extract(models["span"], [text], options("span", threshold=0.0, flat_ner=False, multi_label=True))
-    [some] = extract(models["span"], [text], options("span", threshold=0.5, flat_ner=False, multi_label=True))
+    [some] = extract(models["span"], [text], options("span", threshold=0.9, flat_ner=False, multi_label=True))
     assert len(some) < len(everything) <= family._CANDIDATES
     assert all(entity in everything for entity in some)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -155,7 +156,8 @@ async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_wor
     texts = [["x" * (INLINE_CHARACTERS + 1 + number)] for number in range(3 * workers)]
     try:
         async with asyncio.timeout(10):
-            found = await asyncio.gather(*(pool.encode(tokenizer, each, "END", 0) for each in texts))  # type: ignore[arg-type]
+            works = [functools.partial(tokenizer.encode, each, "END", 0) for each in texts]
+            found = await asyncio.gather(*(pool.run(len(each[0]), work) for each, work in zip(texts, works, strict=True)))
     finally:
         pool.close()
     assert tokenizer.peak == workers

@@ -293,14 +293,23 @@ async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: I
     assert adapter.loads == ["toy/one", "toy/two"]
 
 
-async def test_a_preload_that_fails_shows_in_readiness_and_an_unknown_name_ends_the_start(cluster: InProcess) -> None:
-    """SIE_PRELOAD_MODELS."""
+async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_and_does_not_hold_the_rest_for_ever(
+    cluster: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIE_PRELOAD_MODELS: no room for one model is no reason to serve none; an unknown name ends the start."""
     await cluster.gateway()
     adapter = await cluster.adapter()
-    adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND", "permanent": True})
-    sidecar = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one,toy/two")
-    await until(lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["loaded", "failed"], "the failure")
-    assert (await sidecar.get("/readyz")).text == "not ready: preloading toy/two"
+    adapter.refusals["toy/one"] = ModelLoadFailed("too little memory", extras={"error_class": "OOM"})
+    adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
+    passing = await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one,toy/two")
+    await until(lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["failed"], "the failure")
+    assert (await passing.get("/readyz")).text == "not ready: preloading toy/one, toy/two (too little memory)"
+    other = await cluster.adapter("other.sock")
+    other.refusals["toy/two"] = adapter.refusals["toy/two"]
+    await cluster.sidecar(other, SIE_PRELOAD_MODELS="toy/two,toy/one")
+    beat = cluster.last_beat("w1", ready=True)
+    assert [(each.model, each.state) for each in beat.models] == [("toy/two", "failed"), ("toy/one", "loaded")]
+    assert "preloading toy/two is given up" in caplog.text
     unknown = await cluster.sidecar(ready=False, SIE_PRELOAD_MODELS="toy/none")
     with pytest.raises(SettingError, match=r"^SIE_PRELOAD_MODELS: no model named 'toy/none'"):
         await asyncio.wait_for(unknown.task, 10)
@@ -349,5 +358,3 @@ async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is
     assert hosting.idle(idle_s) == []
     hosted.held = 0
     assert hosting.idle(idle_s) == [hosted]
-
-

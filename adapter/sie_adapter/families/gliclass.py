@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class GliclassModel:
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
     """
 
-    layouts = {"extract": "raw"}  # noqa: RUF012
+    layouts: ClassVar[dict[str, str]] = {"extract": "raw"}
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
@@ -171,10 +171,11 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
     if (name := encoder.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {name}")
     raw["encoder_model"] = str(folder)  # where the package looks for an adapter of the encoder
+    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     with construction():
         model, report = GLiClassModel.from_pretrained(
             folder, config=GLiClassModelConfig(**raw), dtype=torch.float32, local_files_only=True, ignore_mismatched_sizes=True,
-            output_loading_info=True,
+            output_loading_info=True, **options,
         )  # fmt: skip
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         refuse_misfits(entry, fault.replace("_keys", ""), map(str, report[fault]))

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ _OVERLAP = 8  # a window shares this part of itself with the next
 _LEAST_ROOM = 8  # labels leave at least this part of a window to the text
 # of a window at most, best first: the decoder compares each with all that stay, or all starts with all ends
 _CANDIDATES = 2048
-_FLAT_CANDIDATES = 8192  # of those few stay
+_FLAT_CANDIDATES = 8192  # few of those stay
 _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096
 _LABELS_PER_PASS = 64
@@ -89,7 +89,7 @@ class GlinerModel:
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer texts take several.
     """
 
-    layouts = {"extract": "raw"}  # noqa: RUF012
+    layouts: ClassVar[dict[str, str]] = {"extract": "raw"}
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
@@ -209,8 +209,9 @@ class GlinerModel:
             return InferenceFailed("the model's scores are not finite", reason="not_finite")
         threshold = request.threshold
         candidates = (logits[..., :2] if self._is_token_level else logits).flatten()
-        most = _FLAT_CANDIDATES if request.flat and not request.multi_label else _CANDIDATES
-        if len(candidates) > (most := _TOKEN_CANDIDATES if self._is_token_level else most):
+        few_stay = request.flat and not request.multi_label
+        most = _TOKEN_CANDIDATES if self._is_token_level else _FLAT_CANDIDATES if few_stay else _CANDIDATES
+        if len(candidates) > most:
             threshold = max(threshold, float(torch.sigmoid(candidates.topk(most).values[-1])))
         decoded: list[list[Span]] = self._gliner.decoder.decode(
             [words], classes, logits[None], flat_ner=request.flat, threshold=threshold, multi_label=request.multi_label

@@ -12,8 +12,7 @@ token-classifier        token classification          token
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,8 +42,10 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
 from sie_adapter.heads.transformers_head import TransformersHead
+from sie_adapter.late_interaction import late_interaction
+from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed, expanded
-from sie_contracts.catalogue import HeadOptions, LoadOptions, ModelEntry
+from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.messages import Operation, RunOptions
 
@@ -54,7 +55,8 @@ _CLASSES = {
     "decoder-reranker": AutoModelForCausalLM,
     "token-classifier": AutoModelForTokenClassification,
 }
-FAMILIES = ("text-encoder", *_CLASSES)
+_RANKED = 45
+_LORA_SAMPLE = (8, 24)
 
 
 class TextEncoder:
@@ -72,17 +74,20 @@ class TextEncoder:
         self.rows: dict[str, Rows] = {}
         self._entry = entry
         self._compute = compute
-        tokenizer = checkpoint.load_tokenizer(folder, load)
+        modules = read_modules(folder)
+        tokenizer = checkpoint.load_tokenizer(modules.folder, load)
         self.tokenizer = tokenizer.to_str().encode()
         with torch.inference_mode():
-            builder = _Builder(folder, entry, load, compute, tokenizer)
-            self.backbone = Backbone(builder.backbone, compute, entry.max_tokens)
+            builder = _Builder(modules, entry, load, compute, tokenizer)
+            # what is ranked is compared by rank as well, which takes more than a few
+            self.backbone = Backbone(builder.backbone, compute, entry.max_tokens, 0 if entry.family == "text-encoder" else _RANKED)
             builder.build(self)
         self.vocabulary = self.backbone.vocabulary
         self.width = self.backbone.width
         self.attention = self.backbone.attention
         self.memory_bytes = self.backbone.memory_bytes + builder.head_bytes
         self._check_limits(entry)
+        self.loras = Loras(builder.backbone, compute, lambda: self.forward(self.backbone.sample(_LORA_SAMPLE)))
 
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions
@@ -124,16 +129,17 @@ class TextEncoder:
 class _Builder:
     """Loads the parts of one model and puts them together."""
 
-    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer) -> None:
-        self.folder, self.entry, self.load, self.compute, self.tokenizer = folder, entry, load, compute, tokenizer
-        self.modules = read_modules(folder)
+    def __init__(self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer) -> None:
+        self.modules, self.entry, self.load, self.compute, self.tokenizer = modules, entry, load, compute, tokenizer
+        self.folder = folder = modules.root
         self.head_bytes = 0
         auto_class = _CLASSES.get(entry.family, AutoModel)
         # a masked LM is loaded whole only where its head is what the sparse output is made from
         self.is_masked = entry.family == "text-encoder" and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file()
-        self.linear = checkpoint.tensor(folder, "linear.weight") if "multivector" in entry.outputs else None
+        self.linear = checkpoint.tensor(modules.folder, "linear.weight") if "multivector" in entry.outputs else None
         consumed = ("linear.weight",) if self.linear is not None else ()
-        model = checkpoint.load_model(AutoModelForMaskedLM if self.is_masked else auto_class, folder, load, compute, consumed)
+        whole = AutoModelForMaskedLM if self.is_masked else auto_class
+        model = checkpoint.load_model(whole, modules.folder, load, compute, consumed, float32_head=not (self.is_masked or auto_class is AutoModel))
         self.config = model.config
         if entry.family == "decoder-reranker":
             self._keep_answers(model)
@@ -194,62 +200,75 @@ class _Builder:
         options = self.entry.head
         vocabulary = self.backbone.get_input_embeddings().num_embeddings
         self._expect_width("sparse", vocabulary)
-        special = checkpoint.special_ids(self.folder, self.load)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            return TokenWeightHead(layer, vocabulary, special)
+            unused = checkpoint.special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))  # as FlagEmbedding
+            return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
         activation = options.sparse_activation or ""
         pooling = self.modules.settings.get("SpladePooling", {})
         twice = activation == "log1p_log1p_relu" if activation else pooling.get("activation_function") == "log1p_relu"
         if pooling.get("pooling_strategy", "max") != "max":
             raise load_failed("INCOMPATIBLE", f"{self.entry.id}: SpladePooling by {pooling['pooling_strategy']}, expected max")
-        dropped = special if options.sparse_special_tokens is False else frozenset()
-        return MaskedLanguageHead(self.head, vocabulary, twice=twice, dropped=dropped)
+        dropped = checkpoint.special_ids(self.modules.folder, self.load) if options.sparse_special_tokens is False else frozenset()
+        return MaskedLanguageHead(self.head, vocabulary, self.compute.device, twice=twice, dropped=dropped)
 
     def _idf(self, encoder: TextEncoder) -> Side | None:
-        if self.entry.head.query_encoder != "idf":
+        """Queries without a pass, where the entry asks for them or the model's files route queries to a table."""
+        stored = self.modules.query_weights
+        asked = self.entry.head.query_encoder
+        if asked == "model" or (asked is None and stored is None):
             return None
-        weights = read_json(self.folder / "idf.json")
-        if not weights:
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: query_encoder is idf and the model has no idf.json")
-        table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings, device=self.compute.device)
-        for token, weight in weights.items():
-            if (number := self.tokenizer.token_to_id(token)) is not None:
-                table[number] = float(weight)
-        lookup = TokenTable(table)
+        table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
+        if stored is not None:
+            if stored.ndim != 1 or len(stored) > len(table):
+                raise load_failed("INCOMPATIBLE", f"{self.entry.id}: {len(stored)} weights of queries, a vocabulary of {len(table)}")
+            table[: len(stored)] = stored
+        else:
+            weights = read_json(self.folder / "idf.json")
+            if not weights:
+                raise load_failed("INCOMPATIBLE", f"{self.entry.id}: query_encoder is idf and the model has no idf.json")
+            for token, weight in weights.items():
+                if (number := self.tokenizer.token_to_id(token)) is not None:
+                    table[number] = float(weight)
+        lookup = TokenTable(table.to(self.compute.device))
         encoder.without_pass = lambda head, ids, *, is_query: lookup.row(ids) if is_query and head == "sparse" else None  # type: ignore[method-assign]
         return Side(special=False)
 
     def _multivector(self, encoder: TextEncoder) -> tuple[MultivectorHead, Side, Side]:
-        options = _late_options(self.folder, self.entry.head, self.modules)
-        layers: list[nn.Module] = [checkpoint.linear(self.linear)] if self.linear is not None else list(self.modules.layers)
+        is_stanford = self.linear is not None and not self.modules.kinds
+        options = late_interaction(self.modules, self.entry.head, is_stanford=is_stanford)
+        layers: list[nn.Module] = [checkpoint.linear(self.linear)] if is_stanford else list(self.modules.layers)
         is_m3 = (self.folder / "colbert_linear.pt").is_file()
         if is_m3:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
         width = layers[-1].out_features if layers else self.config.hidden_size
         self._expect_width("multivector", width)
-        skipped = self._punctuation() if options.skip_punctuation else frozenset()
+        skipped = self._known_ids(options.skipped)
         head = MultivectorHead(nn.Sequential(*layers) if layers else None, self.compute.device, skipped=skipped, drop_first=is_m3)
-        length = options.query_length or 0
-        expands = bool(options.query_expansion and length)
-        if expands:
-            filler = self._one_id("mask token", str(_special(self.folder, "mask_token")))
-            attended = bool(options.attend_expansion)
-            limit = length
+        length = options.expanded
+        if length:
+            if length > self.entry.max_tokens:
+                raise load_failed("INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less")
+            own = options.filler or _special(self.modules.folder, "mask_token") or _special(self.modules.folder, "eos_token")
+            filler = self._one_id("token that fills queries", own)
 
             def prepare(batch: Items, queries: np.ndarray) -> Items:
-                return expanded(batch, np.where(queries, limit, 0), filler, attended=attended) if queries.any() else batch
+                return expanded(batch, np.where(queries, length, 0), filler, attended=options.attends) if queries.any() else batch
 
             encoder.prepare = prepare  # type: ignore[method-assign]
         return (
             head,
-            Side(self._marker(options.query_marker), length, length if expands else 0),
-            Side(self._marker(options.document_marker), options.document_length or 0),
+            Side(self._marker(options.query_marker), options.query_length, length),
+            Side(self._marker(options.document_marker), options.document_length),
         )
 
-    def _marker(self, token: str | None) -> int:
-        return self._one_id("marker", token) if token else -1
+    def _marker(self, token: str) -> int:
+        """The id of a marker, which PyLate writes with the space behind it; -1 for none."""
+        if not token:
+            return -1
+        known = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
+        return self._one_id("marker", next(known, token))
 
     def _one_id(self, what: str, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
@@ -257,10 +276,12 @@ class _Builder:
             raise load_failed("INCOMPATIBLE", f"{self.entry.id}: the {what} {token!r} is not one token of its vocabulary")
         return int(number)
 
-    def _punctuation(self) -> frozenset[int]:
-        unknown = self.tokenizer.token_to_id(str(_special(self.folder, "unk_token")))
-        found = {self.tokenizer.token_to_id(mark) for mark in string.punctuation}
-        return frozenset(number for number in found if number is not None and number != unknown)
+    def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
+        """The ids of the words that are one token; the unknown token only if it is named."""
+        unknown = _special(self.modules.folder, "unk_token")
+        known = {word: self.tokenizer.token_to_id(word) for word in words}
+        outside = None if unknown in known else self.tokenizer.token_to_id(unknown)
+        return frozenset(number for number in known.values() if number is not None and number != outside)
 
     # heads over a whole sequence, or over its tokens
 
@@ -269,9 +290,9 @@ class _Builder:
         encoder.heads["score"] = SequenceHead(self.head)
         encoder.rows["score"] = Rows("pair")
         activation = self.entry.head.activation or _stored_activation(self.folder, self.config)
-        if self.config.num_labels > 1 and activation == "sigmoid":
-            labels = self.config.num_labels
-            raise load_failed("INCOMPATIBLE", f"{self.entry.id} has {labels} labels, a score needs 1, or head.activation softmax")
+        labels = self.config.num_labels
+        if labels != (2 if activation == "softmax" else 1):
+            raise load_failed("INCOMPATIBLE", f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax")
         encoder._only = "score"
         encoder._answer = lambda message, group, query, rows, places: answers.class_scores(rows["score"], activation)
 
@@ -332,30 +353,11 @@ def _special(folder: Path, name: str) -> str:
     return ""
 
 
-def _late_options(folder: Path, given: HeadOptions, modules: Modules) -> HeadOptions:
-    """The options of late interaction: the entry's, else those of the model's own files (Stanford's metadata, PyLate's configuration)."""
-    stanford = read_json(folder / "artifact.metadata")
-    pylate = read_json(folder / "config_sentence_transformers.json")
-    own: dict[str, Any] = {
-        "query_marker": stanford.get("query_token_id") or pylate.get("query_prefix"),
-        "document_marker": stanford.get("doc_token_id") or pylate.get("document_prefix"),
-        "query_length": stanford.get("query_maxlen") or pylate.get("query_length"),
-        "document_length": stanford.get("doc_maxlen") or pylate.get("document_length"),
-        "query_expansion": pylate.get("do_query_expansion", True if stanford else None),
-        "attend_expansion": stanford.get("attend_to_mask_tokens", pylate.get("attend_to_expansion_tokens")),
-        "skip_punctuation": stanford.get("mask_punctuation", bool(pylate["skiplist_words"]) if "skiplist_words" in pylate else None),
-    }
-    names = [name for name in own if getattr(given, name) is not None]
-    return HeadOptions(**{**own, **{name: getattr(given, name) for name in names}})
-
-
 def _stored_activation(folder: Path, config: Any) -> str:
-    """As sentence-transformers decides: what the repository's configuration names, else sigmoid for one label."""
-    stored = getattr(config, "sentence_transformers", None) or {}
-    named = stored.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
-    named = named or read_json(folder / "config_sentence_transformers.json").get("activation_fn")
-    if not named:
-        return "sigmoid" if config.num_labels == 1 else "identity"
+    """As sentence-transformers decides: what the repository's configuration names, its own file first, else sigmoid."""
+    named = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
+    named = named or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+    named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     kind = str(named).rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
         raise load_failed("INCOMPATIBLE", f"the activation of the scores is {kind}, expected Sigmoid or Identity")

@@ -1,4 +1,4 @@
-"""One vector per token, for late interaction: project, then keep the tokens that count. Source: ColBERTv2 (arXiv 2112.01488)."""
+"""One vector per token, for late interaction: choose the tokens that count, then project them. Source: ColBERTv2 (arXiv 2112.01488)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ from torch import nn
 from sie_adapter.heads import Reduced, States
 from sie_adapter.packing import Int64
 
+_STATE_BYTES = 32 << 20  # of the float32 states of one block of tokens
+
 
 class MultivectorHead:
-    """`layers` (float32) on every token. Rows of documents with an id of `skipped` are dropped, and with `drop_first` the first row of all."""
+    """`layers` (float32) on every token but those of documents with an id of `skipped`, and with `drop_first` the first of each row."""
 
     def __init__(
         self, layers: nn.Module | None, device: torch.device, *, skipped: frozenset[int] = frozenset(), drop_first: bool = False
     ) -> None:
-        self._layers = None if layers is None else layers.to(device)
+        self._layers = nn.Identity() if layers is None else layers.to(device)
         self._skipped = np.array(sorted(skipped), np.int64)
         self._drop_first = drop_first
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Rows, float32 [kept tokens, width] each, not normalised."""
-        hidden = states.hidden.float()
-        vectors = hidden if self._layers is None else self._layers(hidden)
-        finite = torch.isfinite(vectors).all(1)
-        rows, usable = [], []
-        for sequence in sequences.tolist():
-            span = states.span(sequence)
-            usable.append(finite[span].all())
-            row = vectors[span]
-            if len(self._skipped) and not states.queries[sequence]:
-                kept = ~np.isin(states.ids(sequence), self._skipped)
-                row = row if kept.all() else row[torch.from_numpy(np.flatnonzero(kept)).to(row.device)]
-            rows.append(row[1:] if self._drop_first else row)
-        return Reduced(rows, torch.stack(usable))
+        """Rows, float32 [kept tokens, width] each, not normalised. One index and one gather for all sequences."""
+        packed, hidden = states.packed, states.hidden
+        count = len(packed.order)
+        owners = np.repeat(np.arange(count), packed.lengths)
+        kept = np.isin(owners, sequences) if len(sequences) < count else np.ones(len(owners), bool)
+        if self._drop_first:
+            kept[packed.bounds[:-1]] = False
+        if len(self._skipped):
+            kept &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
+        owners = owners[kept]
+        if not kept.all():
+            hidden = hidden[torch.from_numpy(np.flatnonzero(kept)).to(hidden.device)]
+        step = max(1, _STATE_BYTES // (4 * hidden.shape[1]))
+        vectors = torch.cat([self._layers(part.float()) for part in hidden.split(step)])
+        bad = (~torch.isfinite(vectors).all(1)).int()
+        faults = torch.zeros(count, dtype=torch.int32, device=hidden.device)
+        faults.index_add_(0, torch.from_numpy(owners).to(hidden.device), bad)
+        rows = vectors.split(np.bincount(owners, minlength=count)[sequences].tolist())
+        return Reduced(rows, faults[torch.from_numpy(sequences).to(hidden.device)] == 0)

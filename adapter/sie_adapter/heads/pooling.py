@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sie_adapter.heads import Reduced, States
 from sie_adapter.packing import Int64
+from sie_contracts.errors import InvalidInput
 
 Pooling = Literal["cls", "mean", "last", "weighted"]
 POOLINGS = ("cls", "mean", "last", "weighted")
@@ -49,10 +50,13 @@ class DenseHead:
         self._layers = None if layers is None else layers.to(device)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Vectors, float32 [width] each."""
+        """Vectors, float32 [width] each. Raises InvalidInput if the batch names a pooling that there is not."""
+        pooling = states.pooling or self.pooling
+        if pooling not in POOLINGS:
+            raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
         device, packed = states.hidden.device, states.packed
         bounds = torch.from_numpy(packed.bounds).to(device)
-        pooled = pool(states.hidden, bounds, packed.groups.tolist(), cast(Pooling, states.pooling or self.pooling))
+        pooled = pool(states.hidden, bounds, packed.groups.tolist(), cast(Pooling, pooling))
         if len(sequences) < len(pooled):
             pooled = pooled[torch.from_numpy(sequences).to(device)]
         vectors = pooled if self._layers is None else self._layers(pooled)

@@ -19,21 +19,21 @@ from sie_adapter.heads import Reduced, Row, States
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packing import Int64
 
-LOGIT_BYTES = 32 << 20  # of the logits of one block of tokens: half of what any intermediate may have
+BLOCK_BYTES = 30_000_000  # of the float32 logits or states of one block of tokens: half of what any intermediate may have
 
 
 class MaskedLanguageHead:
     """`w[v] = activation(max over tokens of logit[v])`; both activations grow with the logit, so the maximum comes first."""
 
-    def __init__(self, head: TransformersHead, vocabulary: int, *, twice: bool, dropped: frozenset[int]) -> None:
+    def __init__(self, head: TransformersHead, vocabulary: int, device: torch.device, *, twice: bool, dropped: frozenset[int]) -> None:
         """`twice` applies log1p twice; `dropped` ids get no weight."""
         self._head, self._vocabulary, self._twice = head, vocabulary, twice
-        self._dropped = sorted(dropped)
+        self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         rows: list[Row] = []
         usable: list[Tensor] = []
-        block = max(1, LOGIT_BYTES // (self._vocabulary * 4))
+        block = max(1, BLOCK_BYTES // (self._vocabulary * 4))
         for part in _blocks(states.packed.lengths[sequences], block):
             chosen = sequences[part]
             if len(chosen) == 1 and states.packed.lengths[chosen[0]] > block:
@@ -58,12 +58,12 @@ class MaskedLanguageHead:
         return peaks
 
     def _activated(self, peaks: Tensor) -> list[Row]:
-        weights = torch.log1p(torch.relu(peaks))
+        weights = peaks.relu_().log1p_()
         if self._twice:
-            weights = torch.log1p(weights)
-        if self._dropped:
-            weights[:, self._dropped] = 0
-        return _rows(weights)
+            weights.log1p_()
+        weights.index_fill_(1, self._dropped, 0.0)
+        # the places of the entries take 16 bytes each, four times what the entries do
+        return [row for part in weights.split(max(1, 2 * BLOCK_BYTES // (16 * self._vocabulary))) for row in _rows(part)]
 
 
 def _rows(weights: Tensor) -> list[Row]:
@@ -86,29 +86,29 @@ def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
 
 
 class TokenWeightHead:
-    """BGE-M3's: relu of one linear output per token, the maximum of each id, special tokens left out."""
+    """BGE-M3's: relu of one linear output per token, the maximum of each id; `dropped` ids get no weight."""
 
     def __init__(self, layer: nn.Linear, vocabulary: int, dropped: frozenset[int]) -> None:
         self._layer, self._vocabulary = layer, vocabulary
-        self._dropped = np.array(sorted(dropped))
+        self._dropped = np.array(sorted(dropped), np.int64)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         packed, device = states.packed, states.hidden.device
-        weights = torch.relu(self._layer(states.hidden.float())[:, 0])
-        finite = torch.isfinite(weights)
-        owner = np.repeat(np.arange(len(packed.order)), packed.lengths)
-        keys, place = np.unique(owner * self._vocabulary + packed.ids, return_inverse=True)
+        count = len(packed.order)
+        step = max(1, BLOCK_BYTES // (4 * states.hidden.shape[1]))
+        weights = torch.cat([torch.relu(self._layer(part.float())[:, 0]) for part in states.hidden.split(step)])
+        owners = np.repeat(np.arange(count), packed.lengths)
+        faults = torch.zeros(count, dtype=torch.int32, device=device)
+        faults.index_add_(0, torch.from_numpy(owners).to(device), (~torch.isfinite(weights)).int())
+        keys, place = np.unique(owners * self._vocabulary + packed.ids, return_inverse=True)
+        key_owners, ids = np.divmod(keys, self._vocabulary)
         most = torch.zeros(len(keys), device=device).scatter_reduce_(0, torch.from_numpy(place).to(device), weights, "amax")
-        ids = keys % self._vocabulary
-        kept = torch.from_numpy(~np.isin(ids, self._dropped)).to(device) & (most > 0)
-        bounds = np.searchsorted(keys, np.arange(len(packed.order) + 1) * self._vocabulary)
-        names = torch.from_numpy(ids.astype(np.int32)).to(device)
-        rows, usable = [], []
-        for sequence in sequences.tolist():
-            here = slice(int(bounds[sequence]), int(bounds[sequence + 1]))
-            rows.append((names[here][kept[here]], most[here][kept[here]]))
-            usable.append(finite[states.span(sequence)].all())
-        return Reduced(rows, torch.stack(usable))
+        first = torch.from_numpy(np.searchsorted(key_owners, np.arange(count))).to(device)
+        kept = torch.nonzero((most > 0) & torch.from_numpy(~np.isin(ids, self._dropped)).to(device))[:, 0]
+        ends = torch.searchsorted(kept, first).tolist()[1:]
+        names = torch.from_numpy(ids.astype(np.int32)).to(device)[kept]
+        rows = list(zip(names.tensor_split(ends), most[kept].tensor_split(ends), strict=True))
+        return Reduced([rows[sequence] for sequence in sequences], faults[torch.from_numpy(sequences).to(device)] == 0)
 
 
 class TokenTable:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
 
 
 class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
@@ -17,9 +17,9 @@ class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed by the t
         super().__init__()
         self.pooler = pooler
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPooling:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> ModelOutput:
         pooled = None if self.pooler is None else self.pooler(inputs_embeds)
-        return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
+        return ModelOutput(last_hidden_state=inputs_embeds, pooler_output=pooled)
 
 
 class TransformersHead:

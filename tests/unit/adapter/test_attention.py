@@ -32,8 +32,13 @@ def tensors(heads: int, key_heads: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return query, key, value, torch.tensor([0, 1, 6, 11, 44, 194], dtype=torch.int32)
 
 
-def layout(kernel: Kernel) -> Tensor:
-    return torch.tensor([[0, 1, 1, kernel], [1, 2, 5, kernel], [11, 1, 33, kernel], [44, 1, 150, kernel]])
+VISIBLE = [1, 3, 3, 20, 40]  # of each sequence
+
+
+def layout(kernel: Kernel, visible: list[int] = LENGTHS) -> Tensor:
+    parts = [visible[0], visible[1], visible[3], visible[4]]
+    rows = [[0, 1, 1], [1, 2, 5], [11, 1, 33], [44, 1, 150]]
+    return torch.tensor([[*row, part, kernel] for row, part in zip(rows, parts, strict=True)])
 
 
 def by_definition(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
@@ -75,6 +80,47 @@ def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.Monke
         query, key, value, bounds = tensors(6, 2, torch.float32)
         got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(Kernel.BLOCKS), 0.25, pattern.left, pattern.right)
         torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
+
+
+def padded(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+    """torch's own attention with a mask, one sequence after the other: keys from VISIBLE on are padding, queries there are not."""
+    shared = query.shape[1] // key.shape[1]
+    output, start = [], 0
+    for length, visible in zip(LENGTHS, VISIBLE, strict=True):
+        q, k, v = (tensor[start : start + length].transpose(0, 1)[None] for tensor in (query, key, value))
+        distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+        seen = (distance >= -pattern.left) & (distance <= pattern.right) & (torch.arange(length) < visible)
+        k, v = (tensor.repeat_interleave(shared, 1) for tensor in (k, v))
+        output.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.25)[0].transpose(0, 1))
+        start += length
+    return torch.cat(output)
+
+
+@pytest.mark.parametrize("key_heads", [2, 6])
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS, Kernel.REFERENCE])
+def test_what_is_not_visible_attends_and_is_not_attended(kernel: Kernel, name: str, key_heads: int) -> None:
+    """As padding that is masked: also for queries whose window holds nothing visible, which get zeros."""
+    query, key, value, bounds = tensors(6, key_heads, torch.float32)
+    pattern = PATTERNS[name]
+    arguments = (bounds, layout(kernel, VISIBLE), 0.25, pattern.left, pattern.right)
+    got = torch.ops.sie.packed_attention(query, key, value, *arguments)
+    torch.testing.assert_close(got, padded(query, key, value, pattern), atol=2e-6, rtol=0)
+    blind = [44 + position for position in range(150) if position - pattern.left >= VISIBLE[-1]]
+    assert (not blind) == (pattern.left > 109)
+    assert not got[blind].any()
+    changed = key.clone()
+    changed[44 + VISIBLE[-1] :] = torch.nan  # what nobody sees may be anything
+    assert torch.equal(torch.ops.sie.packed_attention(query, changed, value, *arguments), got)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_not_visible_stays_so_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_SCORES", 16 * 6 * 150)
+    query, key, value, bounds = tensors(6, 2, torch.float32)
+    pattern = PATTERNS[name]
+    got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(Kernel.BLOCKS, VISIBLE), 0.25, pattern.left, pattern.right)
+    torch.testing.assert_close(got, padded(query, key, value, pattern), atol=2e-6, rtol=0)
 
 
 def test_the_operator_is_what_torch_expects_of_one() -> None:

@@ -1,7 +1,8 @@
-"""One outcome per item, at its own position, whatever goes wrong with its mates."""
+"""One outcome per input, at its own position, whatever goes wrong with its mates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,36 +12,92 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie_adapter import answers
+from sie_adapter.answers import Answers
 from sie_adapter.batch import BatchRun
-from sie_adapter.packing import Int64, Items, Packed, Positions, pack
-from sie_contracts.errors import InternalFailure, InvalidInput
-from sie_contracts.ipc import BatchDone, Group, RunBatch
-from sie_contracts.messages import Failed, Ok
+from sie_adapter.heads import Head, Reduced, Row, States
+from sie_adapter.heads.multivector import MultivectorHead
+from sie_adapter.heads.pooling import DenseHead
+from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
+from sie_adapter.packing import Int64, Items, Packed, Positions, expanded, pack
+from sie_contracts.errors import InternalFailure, InvalidInput, SIEError
+from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
+from sie_contracts.messages import Failed, Ok, Operation, RunOptions
+from sie_contracts.muvera import Muvera
 
-POISON, HEAVY = 90, 91
+POISON, HEAVY, FILLER = 90, 91, 92
+CPU = torch.device("cpu")
+RAW = RunOptions(normalize=False)
+TABLE = torch.arange(100, dtype=torch.float32) / 10
+
+
+def weight_layer() -> torch.nn.Linear:
+    """The weight of a token is a tenth of its id, and 0.05 for id 0."""
+    layer = torch.nn.Linear(4, 1)
+    layer.weight, layer.bias = torch.nn.Parameter(torch.tensor([[0.1, 0, 0, 0]])), torch.nn.Parameter(torch.tensor([0.05]))
+    return layer.requires_grad_(False)
+
+
+def heads() -> dict[str, Head]:
+    return {
+        "dense": DenseHead("mean", None, CPU),
+        "sparse": TokenWeightHead(weight_layer(), 100, frozenset({1})),
+        "multivector": MultivectorHead(None, CPU, skipped=frozenset({1})),
+    }
 
 
 @dataclass
 class FakeEncoder:
-    """The state of a token is its id, 1, 2 and 3. POISON overflows; HEAVY does not fit the device, and `limit` tokens do."""
+    """The state of a token is its id, 1, 2 and 3. POISON overflows; HEAVY does not fit the device, and `limit` tokens do.
+
+    With `idf`, sparse queries are looked up in TABLE. With `query_length`, queries are filled up with FILLER, which nobody sees.
+    """
 
     limit: int = 1 << 30
     max_tokens: int = 40
     vocabulary: int = 100
     width: int = 4
     error: type[Exception] = torch.OutOfMemoryError
+    layouts: dict[str, Layout] = field(default_factory=lambda: {"encode": "text", "score": "sides", "extract": "hypotheses"})
+    heads: Mapping[str, Head] = field(default_factory=heads)
+    idf: bool = False
+    query_length: int = 0
     passes: list[int] = field(default_factory=list)
+    seen: list[Packed] = field(default_factory=list)
+
+    @property
+    def rows(self) -> dict[str, Rows]:
+        return {operation: Rows(layout) for operation, layout in self.layouts.items()}
+
+    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        return ("multivector",) if options.muvera else options.outputs
+
+    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        return expanded(batch, np.where(queries, self.query_length, 0), FILLER, attended=False) if self.query_length else batch
+
+    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        return TokenTable(TABLE).row(ids) if self.idf and is_query and head == "sparse" else None
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         return pack(batch, chosen, Positions())
 
     def forward(self, packed: Packed) -> torch.Tensor:
         self.passes.append(len(packed.order))
+        self.seen.append(packed)
         if len(packed.ids) > self.limit or HEAVY in packed.ids:
             raise self.error("DefaultCPUAllocator: can't allocate memory")
         states = torch.tensor([[float(token), 1.0, 2.0, 3.0] for token in packed.ids.tolist()])
         states[torch.from_numpy(packed.ids == POISON)] = torch.inf
         return states
+
+    def answer(
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: Mapping[str, Sequence[Row]], places: list[int]
+    ) -> Answers:
+        if message.operation == "score":
+            return answers.side_scores(group.options, query, rows, per_row=False)
+        if message.operation == "extract":
+            return answers.zero_shot(group.options, rows["dense"], 0, 1)
+        return answers.vectors(group.options, rows)
 
 
 def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
@@ -48,15 +105,17 @@ def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
         "batch": "b", "model": "m", "operation": "encode",
         "lengths": np.array([len(ids) for ids in sequences], "<i4").tobytes(),
         "ids": np.array([token for ids in sequences for token in ids], "<i4").tobytes(),
-        "groups": (Group(0, len(sequences), RunOptions(normalize=False)),),
+        "groups": (Group(0, len(sequences), RAW),),
         "pooling": "mean",
     }  # fmt: skip
     return RunBatch(**{**fields, **changes})
 
 
-def run(sequences: list[list[int]], encoder: FakeEncoder | None = None, **changes: Any) -> BatchDone:
+def run(
+    sequences: list[list[int]], encoder: FakeEncoder | None = None, make_room: Callable[[], bool] = lambda: False, **changes: Any
+) -> BatchDone:
     with torch.inference_mode():
-        return BatchRun(encoder or FakeEncoder(), torch.device("cpu"), message(sequences, **changes), "").run()
+        return BatchRun(encoder or FakeEncoder(), CPU, message(sequences, **changes), make_room).run()
 
 
 def results(done: BatchDone) -> list[list[float] | str]:
@@ -75,6 +134,28 @@ def results(done: BatchDone) -> list[list[float] | str]:
     return out
 
 
+def arrays(done: BatchDone) -> list[dict[str, np.ndarray]]:
+    """All arrays of each input by name, {} for an error; and that they lie side by side in the block."""
+    found, offset = [], 0
+    for outcome in done.outcomes:
+        mine = {}
+        for name, piece in outcome.outputs.items() if isinstance(outcome, Ok) else ():
+            assert piece.offset == offset
+            mine[name] = np.frombuffer(done.block, piece.dtype, int(np.prod(piece.shape)), offset).reshape(piece.shape)
+            offset += mine[name].nbytes
+        found.append(mine)
+    assert offset == len(done.block)
+    return found
+
+
+def reasons(done: BatchDone) -> list[str]:
+    return [outcome.error.reason if isinstance(outcome, Failed) else "" for outcome in done.outcomes]
+
+
+def tokens(done: BatchDone) -> list[int]:
+    return [outcome.tokens for outcome in done.outcomes if isinstance(outcome, Ok)]
+
+
 @given(st.lists(st.lists(st.integers(0, 89), min_size=1, max_size=9), min_size=1, max_size=30))
 def test_each_item_gets_its_own_mean(sequences: list[list[int]]) -> None:
     """W1."""
@@ -82,15 +163,201 @@ def test_each_item_gets_its_own_mean(sequences: list[list[int]]) -> None:
     np.testing.assert_allclose(got, [[np.mean(ids), 1, 2, 3] for ids in sequences], rtol=1e-6)
 
 
+# groups
+
+
 def test_groups_have_their_own_options_and_never_split_the_pass() -> None:
     encoder = FakeEncoder()
-    groups = (Group(0, 1, RunOptions(normalize=False)), Group(1, 3, RunOptions(dimensions=2)), Group(3, 3))
+    groups = (Group(0, 1, RAW), Group(1, 3, RunOptions(dimensions=2)), Group(3, 3))
     done = run([[7], [3, 5], [8]], encoder, groups=groups)
     assert encoder.passes == [3]
     got = results(done)
     assert got[0] == [7, 1, 2, 3]
     np.testing.assert_allclose(got[1], np.array([4, 1]) / np.sqrt(17), rtol=1e-6)
-    assert [outcome.tokens for outcome in done.outcomes if isinstance(outcome, Ok)] == [1, 2, 1]
+    assert tokens(done) == [1, 2, 1]
+
+
+def test_groups_with_different_outputs_share_one_pass() -> None:
+    encoder = FakeEncoder()
+    groups = (
+        Group(0, 1, RAW),
+        Group(1, 2, RunOptions(outputs=("sparse",))),
+        Group(2, 3, RunOptions(outputs=("multivector", "dense"), normalize=False)),
+        Group(3, 4, RunOptions(outputs=("dense",), dtype="int8")),
+        Group(4, 5, RunOptions(outputs=("dense",), muvera=Muvera(2, 1, None, None))),
+    )
+    done = run([[7], [5, 0, 1, 5], [4, 1], [8], [6, 9]], encoder, groups=groups)
+    assert encoder.passes == [5]
+    got = arrays(done)
+    assert [list(found) for found in got] == [
+        ["dense"], ["sparse.indices", "sparse.values"], ["multivector", "dense"], ["dense", "dense.scale"], ["dense"],
+    ]  # fmt: skip
+    assert got[1]["sparse.indices"].tolist() == [0, 5]  # id 1 is special
+    np.testing.assert_allclose(got[1]["sparse.values"], [0.05, 0.55], rtol=1e-6)
+    assert got[2]["multivector"].tolist() == [[4, 1, 2, 3]]  # of a document the row of id 1 is dropped
+    assert got[2]["dense"].tolist() == [2.5, 1, 2, 3]
+    vector = np.array([8, 1, 2, 3]) / np.sqrt(78)
+    np.testing.assert_allclose(got[3]["dense"] * got[3]["dense.scale"], vector, atol=vector.max() / 250)
+    assert got[4]["dense"].shape == (2 * 2 * 4,)
+
+
+def test_a_multivector_query_keeps_the_rows_that_a_document_drops() -> None:
+    groups = tuple(Group(row, row + 1, RunOptions(outputs=("multivector",), normalize=False, is_query=row == 0)) for row in range(2))
+    got = arrays(run([[4, 1], [4, 1]], groups=groups))
+    assert [found["multivector"][:, 0].tolist() for found in got] == [[4, 1], [4]]
+
+
+def test_queries_are_filled_up_and_the_filling_is_not_visible() -> None:
+    encoder = FakeEncoder(query_length=4)
+    groups = (Group(0, 1, RunOptions(outputs=("multivector",), normalize=False, is_query=True)), Group(1, 2, RAW))
+    done = run([[4, 5], [6]], encoder, groups=groups)
+    assert arrays(done)[0]["multivector"][:, 0].tolist() == [4, 5, FILLER, FILLER]
+    assert tokens(done) == [2, 1]  # what was asked for, not what it was filled up to
+    assert [(length, visible) for _, _, length, visible in encoder.seen[0].groups.tolist()] == [(1, 1), (4, 2)]
+
+
+# without a pass
+
+
+def test_idf_queries_need_no_pass_beside_documents_that_do() -> None:
+    encoder = FakeEncoder(idf=True)
+    query, document = RunOptions(outputs=("sparse",), is_query=True), RunOptions(outputs=("sparse",))
+    done = run([[5, 3, 5], [5, 3, 5], []], encoder, groups=(Group(0, 1, query), Group(1, 2, document), Group(2, 3, query)))
+    assert encoder.passes == [1]
+    got = arrays(done)
+    assert [found["sparse.indices"].tolist() for found in got] == [[3, 5], [3, 5], []]
+    np.testing.assert_allclose(got[0]["sparse.values"], [0.3, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(got[1]["sparse.values"], [0.35, 0.55], rtol=1e-6)
+
+
+def test_idf_queries_alone_make_no_pass_at_all() -> None:
+    encoder = FakeEncoder(idf=True)
+    run([[5], [3]], encoder, groups=(Group(0, 2, RunOptions(outputs=("sparse",), is_query=True)),))
+    assert encoder.passes == []
+
+
+@pytest.mark.parametrize("mates", [0, 3])
+def test_an_idf_query_keeps_its_weights_when_another_output_needs_the_pass(mates: int) -> None:
+    """W1: also alone."""
+    query = RunOptions(outputs=("sparse", "dense"), normalize=False, is_query=True)
+    encoder = FakeEncoder(idf=True)
+    done = run([[5], *[[8, 9]] * mates], encoder, groups=(Group(0, 1, query), Group(1, 1 + mates, RAW)))
+    assert encoder.passes == [1 + mates]
+    got = arrays(done)[0]
+    np.testing.assert_allclose(got["sparse.values"], [0.5], rtol=1e-6)
+    assert got["dense"].tolist() == [5, 1, 2, 3]
+
+
+# units: what a work item's rows are for
+
+
+def cosine(first: list[float], second: list[float]) -> float:
+    return float(np.dot(first, second) / np.linalg.norm(first) / np.linalg.norm(second))
+
+
+def test_the_documents_of_a_group_are_scored_against_its_first_row() -> None:
+    encoder = FakeEncoder()
+    done = run([[7], [3], [5], [9, 9], [2]], encoder, operation="score", groups=(Group(0, 3), Group(3, 5), Group(5, 5)))
+    assert encoder.passes == [5]
+    scores = [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)]
+    expected = [cosine([first, 1, 2, 3], [second, 1, 2, 3]) for first, second in ((7, 3), (7, 5), (9, 2))]
+    np.testing.assert_allclose(scores, expected, rtol=1e-6)
+    assert tokens(done) == [2, 1, 3], "the query counts once, for the first document"
+
+
+@pytest.mark.parametrize(("bad", "reason"), [([100], "token_out_of_range"), ([], "no_tokens"), ([POISON], "non_finite"), ([HEAVY], "out_of_memory")])
+def test_a_bad_query_fails_all_documents_of_its_group_and_no_others(bad: list[int], reason: str) -> None:
+    done = run([bad, [3], [5], [9], [2]], operation="score", groups=(Group(0, 3), Group(3, 5)))
+    assert reasons(done) == [reason, reason, ""]
+
+
+def test_a_bad_document_fails_alone() -> None:
+    done = run([[7], [3], [POISON], [5]], operation="score", groups=(Group(0, 4),))
+    assert reasons(done) == ["", "non_finite", ""]
+    good = run([[7], [3], [5]], operation="score", groups=(Group(0, 3),))
+    assert [outcome for outcome in done.outcomes if isinstance(outcome, Ok)] == list(good.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [(("sparse",), 0.35 * 0.35 + 0.05 * 0.05), (("multivector",), 2.0)],
+)
+def test_other_outputs_score_too(outputs: tuple[str, ...], expected: float) -> None:
+    """Shared ids 0 and 3; and MaxSim of rows that the document has too."""
+    done = run([[3, 0], [3, 0, 1, 1]], operation="score", groups=(Group(0, 2, RunOptions(outputs=outputs)),))
+    (outcome,) = done.outcomes
+    assert isinstance(outcome, Ok)
+    assert outcome.score == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_hybrid_score_is_the_weighted_mean_of_its_parts() -> None:
+    parts = [run([[3, 0], [5, 0]], operation="score", groups=(Group(0, 2, RunOptions(outputs=(name,))),)) for name in heads()]
+    alone = [outcome.score for done in parts for outcome in done.outcomes if isinstance(outcome, Ok)]
+    for weights, share in ((None, (0.4, 0.2, 0.4)), ({"dense": 1.0, "colbert": 3.0}, (0.25, 0.0, 0.75))):
+        options = RunOptions(outputs=tuple(heads()), parameters={"score_weights": weights} if weights else {})
+        (outcome,) = run([[3, 0], [5, 0]], operation="score", groups=(Group(0, 2, options),)).outcomes
+        assert isinstance(outcome, Ok)
+        assert outcome.score == pytest.approx(np.dot(alone, share), rel=1e-5)
+
+
+LABELS = RunOptions(labels=("a", "b", "c"))
+
+
+def test_an_input_has_as_many_rows_as_it_has_labels() -> None:
+    """One input fails as a whole with any of its rows; tokens of all its rows count."""
+    rows = [[2], [9, 9], [4], [1], [2], [3], [5], [POISON], [6]]
+    done = run(rows, operation="extract", groups=(Group(0, 6, LABELS, inputs=2), Group(6, 9, LABELS, inputs=1)))
+    assert reasons(done) == ["", "", "non_finite"]
+    found = [outcome.data["classifications"] for outcome in done.outcomes if isinstance(outcome, Ok) and outcome.data]
+    assert [[part["label"] for part in row] for row in found] == [["b", "c", "a"], ["c", "b", "a"]]
+    shares = np.exp([9.0, 4.0, 2.0])
+    np.testing.assert_allclose([part["score"] for part in found[0]], shares / shares.sum(), rtol=1e-6)
+    assert tokens(done) == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "group"),
+    [(5, Group(0, 5, LABELS, inputs=2)), (3, Group(0, 3, LABELS, inputs=0)), (0, Group(0, 0, LABELS, inputs=2))],
+)
+def test_rows_that_do_not_divide_among_their_inputs_are_refused(rows: int, group: Group) -> None:
+    with pytest.raises(InternalFailure) as caught:
+        run([[1]] * rows, operation="extract", groups=(group,))
+    assert caught.value.reason == "malformed_batch"
+
+
+def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
+    encoder = FakeEncoder(layouts={"score": "pieces", "encode": "text"})
+    encoder.answer = lambda message, group, query, rows, places: answers.answer_scores(rows["dense"], difference=True)  # type: ignore[method-assign]
+    done = run([[7], [POISON], [5, 3]], encoder, operation="score", groups=(Group(0, 3),))
+    assert reasons(done) == ["", "non_finite", ""]
+    assert [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)] == [1 - 7, 1 - 4]
+    assert tokens(done) == [1, 2]
+
+
+def test_a_family_that_answers_an_input_less_fails_the_batch_and_never_shifts() -> None:
+    """W1."""
+    encoder = FakeEncoder()
+    encoder.answer = lambda message, group, query, rows, places: answers.vectors(group.options, rows)[1:]  # type: ignore[method-assign]
+    with pytest.raises(InternalFailure, match="1 answers for 2 inputs"):
+        run([[1], [2]], encoder)
+
+
+def test_a_typed_error_in_the_place_of_an_answer_is_that_input_s() -> None:
+    encoder = FakeEncoder()
+    places: list[list[int]] = []
+
+    def answer(message: RunBatch, group: Group, query: Any, rows: Any, chosen: list[int]) -> Answers:
+        places.append(chosen)
+        found: list[Any] = answers.vectors(group.options, rows)
+        error: SIEError = InvalidInput("no", reason="mine")
+        return [found[0], error]
+
+    encoder.answer = answer  # type: ignore[method-assign]
+    assert results(run([[1], [100], [2]], encoder)) == [[1, 1, 2, 3], "token_out_of_range", "mine"]
+    assert places == [[0, 2]], "rows that failed before are not handed out"
+
+
+# what overflows
 
 
 def test_an_overflow_is_tried_alone_and_then_is_an_error_of_that_item_only() -> None:
@@ -101,9 +368,43 @@ def test_an_overflow_is_tried_alone_and_then_is_an_error_of_that_item_only() -> 
     assert encoder.passes == [3, 1]
 
 
+def test_what_overflows_with_mates_and_not_alone_is_right() -> None:
+    """W2."""
+
+    class Touchy(FakeEncoder):
+        def forward(self, packed: Packed) -> torch.Tensor:
+            states = super().forward(packed)
+            if len(packed.order) > 1:
+                states[int(packed.bounds[-2]) :] = torch.nan  # of the longest
+            return states
+
+    encoder = Touchy()
+    assert results(run([[7], [8, 8], [9]], encoder)) == [[7, 1, 2, 3], [8, 1, 2, 3], [9, 1, 2, 3]]
+    assert encoder.passes == [3, 1]
+
+
+def test_a_vector_that_is_zero_or_too_large_to_normalise_never_leaves() -> None:
+    """W2."""
+
+    class Zero(FakeEncoder):
+        def forward(self, packed: Packed) -> torch.Tensor:
+            ids = torch.from_numpy(packed.ids)
+            states = super().forward(packed)
+            states[ids == 0] = 0.0
+            states[ids == 2] = 3e38
+            return states
+
+    assert results(run([[7], [0], [2], [9]], Zero())) == [[7, 1, 2, 3], "non_finite", "non_finite", [9, 1, 2, 3]]
+
+
 def test_items_that_must_not_reach_the_device_are_errors_of_their_own() -> None:
-    got = results(run([[7], [], [1] * 41, [100], [-1], [9]]))
+    encoder = FakeEncoder()
+    got = results(run([[7], [], [1] * 41, [100], [-1], [9]], encoder))
     assert got == [[7, 1, 2, 3], "no_tokens", "too_long", "token_out_of_range", "token_out_of_range", [9, 1, 2, 3]]
+    assert encoder.passes == [2]
+
+
+# what is too large
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
@@ -113,6 +414,36 @@ def test_out_of_memory_splits_by_cost_until_it_fits(error: type[Exception]) -> N
     got = results(run([[5] * 40, [1], [2], [3], [4]], encoder))
     assert got == [[value, 1, 2, 3] for value in (5, 1, 2, 3, 4)]
     assert encoder.passes == [5, 4, 1]
+
+
+def test_room_is_made_before_a_batch_is_split() -> None:
+    """O3: 1. the batch does not fit; 2. an idle model goes and it does; 3. nothing is split, and every answer is right."""
+    encoder = FakeEncoder(limit=1)
+    calls: list[int] = []
+
+    def make_room() -> bool:
+        calls.append(len(encoder.passes))
+        encoder.limit = 3
+        return True
+
+    assert results(run([[1], [2], [3]], encoder, make_room)) == [[value, 1, 2, 3] for value in (1, 2, 3)]
+    assert encoder.passes == [3, 3]
+    assert calls == [1]
+
+
+def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
+    rooms = [True, True, False, False]
+    encoder = FakeEncoder(limit=1)
+    assert results(run([[1], [2]], encoder, lambda: rooms.pop(0))) == [[1, 1, 2, 3], [2, 1, 2, 3]]
+    assert encoder.passes == [2, 2, 2, 1, 1]
+    assert rooms == [False]
+
+
+def test_filling_counts_when_a_batch_is_split() -> None:
+    encoder = FakeEncoder(limit=8, query_length=8)
+    groups = (Group(0, 1, RunOptions(outputs=("multivector",), is_query=True)), Group(1, 3, RAW))
+    run([[4], [5, 5], [6, 6]], encoder, groups=groups)
+    assert encoder.passes == [3, 2, 1], "the short query is the long item"
 
 
 def test_an_item_that_does_not_fit_alone_fails_and_its_mates_are_right() -> None:
@@ -129,7 +460,10 @@ def test_other_errors_of_the_device_are_not_swallowed() -> None:
         run([[1]], encoder)
 
 
-def test_a_family_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> None:
+# what is wrong with a family, or with a batch
+
+
+def test_a_family_that_returns_a_state_less_fails_the_batch_and_never_shifts() -> None:
     """W1."""
 
     class Short(FakeEncoder):
@@ -140,20 +474,43 @@ def test_a_family_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> 
         run([[1], [2]], Short())
 
 
+def test_a_head_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> None:
+    """W1."""
+
+    class Short(DenseHead):
+        def reduce(self, states: States, sequences: Int64) -> Reduced:
+            reduced = super().reduce(states, sequences)
+            return Reduced(reduced.rows[1:], reduced.usable[1:])
+
+    with pytest.raises(InternalFailure, match="head dense gave 2 rows for 3"):
+        run([[1], [2], [3]], FakeEncoder(heads={"dense": Short("mean", None, CPU)}))
+
+
 def test_an_output_or_a_width_that_is_not_there_is_an_error_of_those_items() -> None:
-    groups = (Group(0, 1, RunOptions(outputs=("sparse",))), Group(1, 2, RunOptions(dimensions=5)), Group(2, 3, RunOptions(normalize=False)))
-    assert results(run([[1], [2], [3]], groups=groups)) == ["unsupported_output", "bad_dimensions", [3, 1, 2, 3]]
+    groups = (Group(0, 1, RunOptions(outputs=("colours",))), Group(1, 2, RunOptions(dimensions=5)), Group(2, 3, RAW))
+    encoder = FakeEncoder()
+    assert results(run([[1], [2], [3]], encoder, groups=groups)) == ["unsupported_output", "bad_dimensions", [3, 1, 2, 3]]
+    assert encoder.passes == [2]
 
 
-@pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "max"}, {"pooling": ""}, {"lora": "x"}])
+@pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "max"}, {"lora": "x"}])
 def test_what_this_model_does_not_serve_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
-        run([[1]], **changes)
+        run([[1]], FakeEncoder(layouts={"encode": "text"}), **changes)
+
+
+@pytest.mark.parametrize(("pooling", "first"), [("", 2.0), ("cls", 1.0), ("last", 3.0), ("weighted", 14 / 6)])
+def test_the_batch_s_pooling_or_the_model_s(pooling: str, first: float) -> None:
+    assert results(run([[1, 2, 3]], pooling=pooling)) == [[pytest.approx(first), 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ids": b""}, {"groups": ()}, {"groups": (Group(0, 2),)}, {"groups": (Group(1, 1),)}]
-)
+    "changes",
+    [
+        {"ids": b""}, {"groups": ()}, {"groups": (Group(0, 2),)}, {"groups": (Group(1, 1),)}, {"groups": (Group(0, 1), Group(0, 1))},
+        {"groups": (Group(0, 1), Group(1, 0), Group(0, 1))}, {"types": b"\0\0"},
+    ],
+)  # fmt: skip
 def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InternalFailure):
         run([[1]], **changes)

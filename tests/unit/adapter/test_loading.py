@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,31 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BartConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
+from unit.adapter.test_batch import message
 
+from sie_adapter import checkpoint
+from sie_adapter.batch import BatchRun
+from sie_adapter.checkpoint import load_model, load_tokenizer, read_modules
+from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.linear import BlockedLinear, block_linears
-from sie_adapter.loading import Loader, stored_pooling
+from sie_adapter.loading import FAMILIES, Loader, family_of
 from sie_adapter.weights import WeightSources
-from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.catalogue import Catalogue, LoadOptions, Resolved
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
 
@@ -94,11 +111,119 @@ def test_roberta_kinds_lose_the_positions_before_their_first(tmp_path: Path) -> 
     assert "294 positions" in load_error(resolved(folder, max_tokens=295)).message
 
 
-def modules(folder: Path, *kinds: str, **pooling: Any) -> Path:
-    (folder / "pool").mkdir(parents=True, exist_ok=True)
-    rows = [{"type": f"sentence_transformers.models.{kind}", "path": "pool" if kind == "Pooling" else ""} for kind in kinds]
+# weights
+
+
+def model_of(folder: Path, auto: Any = AutoModel, *, consumed: tuple[str, ...] = (), **options: Any) -> PreTrainedModel:
+    return load_model(auto, folder, LoadOptions(**options), toys.compute(), consumed)
+
+
+def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> Path:
+    """A copy of the model less the named tensors, plus the added ones."""
+    made = copied(folder, target)
+    tensors = load_file(made / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
+    assert len(kept) == len(tensors) - len(names)
+    save_file({**kept, **added}, made / "model.safetensors", {"format": "pt"})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "dropped"),
+    [
+        ("bert", AutoModelForSequenceClassification, "classifier.weight"),
+        ("bert", AutoModelForSequenceClassification, "bert.pooler.dense.bias"),
+        ("xlm-roberta", AutoModelForSequenceClassification, "classifier.dense.weight"),
+        ("bert", AutoModelForTokenClassification, "classifier.bias"),
+        ("bert", AutoModelForMaskedLM, "cls.predictions.transform.LayerNorm.bias"),
+        ("modernbert", AutoModelForSequenceClassification, "head.norm.weight"),
+        ("qwen3", AutoModelForCausalLM, "model.norm.weight"),
+    ],
+)
+def test_a_head_that_lacks_a_tensor_fails_the_load(kind: str, auto: Any, dropped: str, tmp_path: Path) -> None:
+    """W5: a random head answers politely."""
+    folder = toys.save(tmp_path / "toy", kind, auto=auto)
+    model_of(folder, auto)
+    with pytest.raises(ModelLoadFailed, match=re.escape(dropped)) as raised:
+        model_of(without(folder, tmp_path / "less", dropped), auto)
+    assert raised.value.extras["error_class"] == "INCOMPATIBLE"
+
+
+def test_a_bare_model_has_no_head_to_classify_with(bert: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="missing keys: classifier.bias, classifier.weight"):
+        model_of(bert, AutoModelForSequenceClassification)
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [
+        ("bert", AutoModelForMaskedLM), ("roberta", AutoModelForMaskedLM), ("distilbert", AutoModelForMaskedLM),
+        ("modernbert", AutoModelForMaskedLM), ("electra", AutoModelForPreTraining), ("qwen2", AutoModelForCausalLM),
+    ],
+)  # fmt: skip
+def test_a_language_model_may_be_used_without_its_head(kind: str, auto: Any, tmp_path: Path) -> None:
+    folder = toys.save(tmp_path / "toy", kind, auto=auto, tie_word_embeddings=False)
+    whole, bare = model_of(folder, auto), model_of(folder)
+    assert bare.base_model is bare
+    states = whole.base_model.state_dict()
+    for name, tensor in bare.state_dict().items():
+        if not name.startswith("pooler"):
+            assert torch.equal(tensor, states[name]), name
+
+
+def test_a_classifier_is_not_a_language_head(tmp_path: Path) -> None:
+    """W5: a model that was trained to classify is not an encoder with something to spare."""
+    folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification)
+    with pytest.raises(ModelLoadFailed, match="2 unexpected keys: classifier.bias, classifier.weight"):
+        model_of(folder)
+
+
+def test_a_weight_that_the_caller_reads_is_not_unexpected(bert: Path, tmp_path: Path) -> None:
+    added = {"linear.weight": torch.ones(8, 32), "other.weight": torch.ones(1)}
+    folder = without(bert, tmp_path / "more", **added)
+    with pytest.raises(ModelLoadFailed, match="1 unexpected keys: other.weight"):
+        model_of(folder, consumed=("linear.weight",))
+    found = checkpoint.tensor(folder, "linear.weight")
+    assert found is not None
+    assert torch.equal(found, added["linear.weight"])
+    assert checkpoint.tensor(folder, "absent") is None
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
+    BartConfig(vocab_size=20, d_model=16, encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadFailed, match="decoder"):
+        model_of(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "override"), [("qwen2", False), ("qwen2 bidirectional", True), ("llama", False)])
+def test_an_entry_overrides_the_direction_of_attention(kind: str, override: bool, tmp_path: Path) -> None:
+    """W3: with it, the state of the first token does or does not depend on the last token; packed like the reference path."""
+    folder = toys.save(tmp_path / "toy", kind)
+    for options, causal in ((LoadOptions(), not override), (LoadOptions(causal=override), override)):
+        encoder = toys.load(folder, options=options)
+        assert encoder.attention == "sdpa"
+        first, second = np.array([7, 8, 9], np.int32), np.array([7, 8, 10], np.int32)
+        one, other = states_packed(encoder, [first, second])
+        assert torch.allclose(one[0], other[0], atol=1e-6) == causal
+        assert not torch.allclose(one[2], other[2], atol=1e-2)
+
+
+# modules.json
+
+MEAN = {"pooling_mode_mean_tokens": True}
+
+
+def modules(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) -> Path:
+    """A modules.json; each module but the first has a folder of its own, number and kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, kind in enumerate(kinds):
+        path = f"{number}_{kind}" if number else ""
+        (folder / path).mkdir(exist_ok=True)
+        rows.append({"type": f"sentence_transformers.models.{kind}", "path": path})
+        if kind == "Pooling":
+            (folder / path / "config.json").write_text(json.dumps(pooling or MEAN))
     (folder / "modules.json").write_text(json.dumps(rows))
-    (folder / "pool" / "config.json").write_text(json.dumps(pooling))
     return folder
 
 
@@ -108,26 +233,181 @@ def modules(folder: Path, *kinds: str, **pooling: Any) -> Path:
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
         ({"pooling_mode_cls_token": True}, "cls"),
         ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode_weightedmean_tokens": True, "include_prompt": True}, "weighted"),
         ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": "weightedmean"}, "weighted"),
     ],
 )
 def test_the_pooling_of_a_model_is_read_from_its_own_files(config: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    assert stored_pooling(modules(tmp_path, "Transformer", "Pooling", "Normalize", **config)) == expected
-    assert stored_pooling(tmp_path / "none") == ""
+    found = read_modules(modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=config))
+    assert (found.pooling, found.normalizes) == (expected, True)
+    bare = read_modules(tmp_path / "none")
+    assert (bare.pooling, bare.layers, bare.normalizes) == ("", (), False)
 
 
 @pytest.mark.parametrize(
     ("kinds", "config", "text"),
     [
-        (("Transformer", "Pooling", "Dense"), {"pooling_mode_mean_tokens": True}, "Dense"),
+        (("Transformer", "Pooling", "LSTM"), MEAN, "lists a LSTM"),
+        (("Transformer", "WeightedLayerPooling", "Pooling"), MEAN, "WeightedLayerPooling"),
         (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
-        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "cls"),
+        (("Transformer", "Pooling"), {"pooling_mode": "max"}, "is max"),
+        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, r"mean\+cls"),
+        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt"),
     ],
 )
 def test_a_module_that_would_be_left_out_fails_the_load(kinds: tuple[str, ...], config: dict[str, Any], text: str, tmp_path: Path) -> None:
     """W3."""
     with pytest.raises(ModelLoadFailed, match=text):
-        stored_pooling(modules(tmp_path, *kinds, **config))
+        read_modules(modules(tmp_path, *kinds, pooling=config))
+
+
+def dense(folder: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path:
+    """A folder of a transformer, a pooling and a Dense."""
+    modules(folder, "Transformer", "Pooling", "Dense")
+    place = folder / "2_Dense"
+    (place / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 8, "bias": True, **config}))
+    save_file({name.replace("_", "."): tensor for name, tensor in tensors.items()}, place / "model.safetensors")
+    return folder
+
+
+WEIGHT, BIAS = torch.randn(8, 32, generator=torch.Generator().manual_seed(3)), torch.arange(8.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "expected"),
+    [
+        ({}, {"linear_bias": BIAS}, lambda x: x @ WEIGHT.T + BIAS),
+        ({"bias": False}, {}, lambda x: x @ WEIGHT.T),
+        ({"activation_function": "torch.nn.modules.activation.Tanh"}, {"linear_bias": BIAS}, lambda x: torch.tanh(x @ WEIGHT.T + BIAS)),
+        (
+            {"use_residual": True}, {"linear_bias": BIAS, "residual_weight": WEIGHT.flip(0)},
+            lambda x: x @ WEIGHT.T + BIAS + x @ WEIGHT.flip(0).T,
+        ),
+    ],
+    ids=["plain", "without bias", "tanh", "residual"],
+)  # fmt: skip
+def test_a_dense_layer_is_part_of_the_model(config: Any, tensors: Any, expected: Any, bert: Path, tmp_path: Path) -> None:
+    """W3: the vectors of a folder with a Dense are those of the pooled states through it."""
+    folder = dense(copied(bert, tmp_path / "toy"), config, linear_weight=WEIGHT, **tensors)
+    encoder = toys.load(folder, outputs={"dense": 8})
+    sequences = toys.random_ids([5, 17])
+    pooled = torch.stack([states.mean(0) for states in states_one_by_one(bert, sequences)])
+    batch = message([ids.tolist() for ids in sequences], pooling="")
+    with torch.inference_mode():
+        done = BatchRun(encoder, torch.device("cpu"), batch).run()
+    got = np.frombuffer(done.block, "<f4").reshape(2, 8)
+    np.testing.assert_allclose(got, expected(pooled).numpy(), atol=1e-5)
+    with pytest.raises(ModelLoadFailed, match="8 wide"):
+        toys.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "text"),
+    [
+        ({}, {"linear_weight": WEIGHT}, "missing"),
+        ({"bias": False}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "missing"),
+        ({}, {"linear_weight": WEIGHT[:4], "linear_bias": BIAS}, "shape"),
+        ({}, {"other_weight": WEIGHT, "linear_bias": BIAS}, "missing"),
+        ({"activation_function": "torch.nn.modules.activation.Mish"}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "Mish"),
+    ],
+)
+def test_a_dense_layer_that_is_not_whole_fails_the_load(config: Any, tensors: Any, text: str, tmp_path: Path) -> None:
+    """W5."""
+    with pytest.raises(ModelLoadFailed, match=text):
+        read_modules(dense(tmp_path, config, **tensors))
+
+
+# tokenizers
+
+
+def with_ends(folder: Path, template: str | None) -> Path:
+    """The toy tokenizer with `w1` and `w2` as special tokens, the latter its end token, and a template."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if template:
+        pair = f"{template} {template.replace('$A', '$B')}"
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, pair=pair, special_tokens=[("w1", 1), ("w2", 2)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="w2").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "single", "pair"),
+    [
+        (None, [7, 8, 2], [7, 2, 8, 2]),
+        ("w1 $A", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
+        ("w1 $A w2", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
+    ],
+)
+def test_an_end_token_is_added_where_the_entry_asks_for_it_and_never_twice(
+    template: str | None, single: list[int], pair: list[int], bert: Path, tmp_path: Path
+) -> None:
+    folder = with_ends(copied(bert, tmp_path / "toy"), template)
+    tokenizer = load_tokenizer(folder, LoadOptions(append_eos=True))
+    assert tokenizer.encode("w7 w8").ids == single
+    assert tokenizer.encode("w7", "w8").ids == pair
+    assert tokenizer.encode("").ids[-1] == 2
+    assert tokenizer.num_special_tokens_to_add(False) == len(single) - 2
+    if not (template or "").endswith("w2"):
+        assert load_tokenizer(folder, LoadOptions()).encode("w7 w8").ids == single[:-1]
+
+
+def test_an_end_token_that_there_is_not_fails_the_load(bert: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="no end token"):
+        load_tokenizer(bert, LoadOptions(append_eos=True))
+
+
+# families
+
+
+def test_each_family_that_is_named_can_be_imported() -> None:
+    for name in FAMILIES:
+        assert isinstance(family_of(name), type), name
+
+
+def test_an_unknown_family_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ModelLoadFailed, match="no family colbert-x, it has text-encoder.*sie.adapters") as raised:
+        family_of("colbert-x")
+    assert raised.value.extras["error_class"] == "INCOMPATIBLE"
+
+
+def installed(folder: Path, name: str, module: str, code: str) -> None:
+    """A distribution with one module and one entry point, as an installer leaves it."""
+    (folder / f"{module}.py").write_text(code)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sie.adapters]\n{name} = {module}:Family\n")
+
+
+def test_a_package_adds_a_family_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed(tmp_path, "their-family", "their_family", "class Family:\n    marker = 42\n")
+    installed(tmp_path, "text-encoder", "an_impostor", "class Family: ...\n")
+    assert family_of("their-family").marker == 42
+    assert family_of("text-encoder") is TextEncoder, "what comes with the adapter is not replaced"
+    with pytest.raises(ModelLoadFailed, match="their-family"):
+        family_of("another")
+
+
+def test_a_family_whose_library_is_missing_names_it(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed(tmp_path, "lacking", "lacking_family", "import no_such_library\n")
+    error = load_error(resolved(bert, family="lacking"))
+    assert error.extras["error_class"] == "DEPENDENCY"
+    assert "no_such_library" in error.message
+
+
+def test_an_unproven_entry_loads_only_if_that_is_accepted(bert: Path) -> None:
+    error = load_error(resolved(bert, unproven="its oracle is not at hand"))
+    assert error.extras["error_class"] == "CERTIFICATE"
+    assert "its oracle is not at hand" in error.message
+    loader = Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32"))
+    loader.load(resolved(bert, unproven="so", load=LoadOptions(accept_unproven=True)))
+
+
+# what a loaded encoder is
 
 
 def test_the_tokenizer_goes_out_without_truncation_and_padding(bert: Path) -> None:
@@ -150,8 +430,8 @@ def test_bfloat16_is_near_float32_and_keeps_rotary_bases(kind: str, tmp_path: Pa
     folder = toys.save(tmp_path / "toy", kind)
     encoder = toys.load(folder, dtype=torch.bfloat16)
     assert encoder.precision == "bfloat16"
-    assert {buffer.dtype for buffer in encoder._model.buffers() if buffer.is_floating_point()} <= {torch.float32}
-    assert {parameter.dtype for parameter in encoder._model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in encoder.backbone._model.buffers() if buffer.is_floating_point()} <= {torch.float32}
+    assert {parameter.dtype for parameter in encoder.backbone._model.parameters()} == {torch.bfloat16}
     sequences = toys.random_ids(LENGTHS)
     for got, expected in zip(states_packed(encoder, sequences), states_one_by_one(folder, sequences), strict=True):
         assert torch.nn.functional.cosine_similarity(got.float().mean(0), expected.mean(0), dim=0) > 0.998

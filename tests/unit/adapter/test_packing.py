@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from sie_adapter.attention import Kernel
 from sie_adapter.calibration import KernelTable, uniform
-from sie_adapter.packing import Items, MalformedBatch, Positions, items, pack
+from sie_adapter.packing import Items, MalformedBatch, Positions, expanded, items, pack
 
 
-def as_items(sequences: list[list[int]]) -> Items:
+def as_items(sequences: list[list[int]], types: bytes = b"") -> Items:
     lengths = np.array([len(ids) for ids in sequences], "<i4")
     ids = np.array([token for ids in sequences for token in ids], "<i4")
-    return items(lengths.tobytes(), ids.tobytes())
+    return items(lengths.tobytes(), ids.tobytes(), types)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=40), min_size=1, max_size=30))
@@ -32,9 +32,45 @@ def test_every_sequence_is_in_one_place_with_its_own_positions(sequences: list[l
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40))
 def test_groups_cover_all_tokens_once_and_hold_equal_lengths(lengths: list[int]) -> None:
     packed = pack(as_items([[7] * length for length in lengths]), np.arange(len(lengths)), Positions())
-    covered = [length for _, sequences, length in packed.groups for _ in range(sequences)]
+    covered = [length for _, sequences, length, _ in packed.groups for _ in range(sequences)]
     assert covered == sorted(lengths)
-    assert [first for first, _, _ in packed.groups] == [0, *np.cumsum([n * length for _, n, length in packed.groups])[:-1]]
+    assert [first for first, *_ in packed.groups] == [0, *np.cumsum([n * length for _, n, length, _ in packed.groups])[:-1]]
+    assert packed.groups[:, 3].tolist() == packed.groups[:, 2].tolist()
+    assert packed.visible is None
+
+
+def test_token_types_stay_with_their_tokens() -> None:
+    packed = pack(as_items([[1, 2, 3], [4, 5]], b"\0\1\2\3\4"), np.arange(2), Positions())
+    assert packed.ids.tolist() == [4, 5, 1, 2, 3]
+    assert packed.types is not None
+    assert packed.types.tolist() == [3, 4, 0, 1, 2]
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_items_are_filled_up_at_their_end(attended: bool) -> None:
+    batch = as_items([[1], [2, 3, 4], [], [5, 6]])
+    filled = expanded(batch, np.array([3, 2, 1, 0]), 9, attended=attended)
+    assert filled.lengths.tolist() == [3, 3, 1, 2]
+    assert filled.ids.tolist() == [1, 9, 9, 2, 3, 4, 9, 5, 6]
+    assert (filled.visible is None) == attended
+    if filled.visible is not None:
+        assert filled.visible.tolist() == [1, 3, 0, 2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=30))
+def test_a_group_has_one_length_and_one_visible_part(sizes: list[tuple[int, int]]) -> None:
+    batch = expanded(as_items([[7] * length for length, _ in sizes]), np.array([wanted for _, wanted in sizes]), 9, attended=False)
+    packed = pack(batch, np.arange(len(sizes)), Positions())
+    covered = [(length, visible) for _, sequences, length, visible in packed.groups.tolist() for _ in range(sequences)]
+    assert covered == sorted((max(size), size[0]) for size in sizes)
+    assert len(packed.groups) == len(set(covered))
+    assert packed.visible is not None
+    for row, item in enumerate(packed.order):
+        place = slice(packed.bounds[row], packed.bounds[row + 1])
+        length, wanted = sizes[item]
+        assert packed.ids[place].tolist() == [7] * length + [9] * max(0, wanted - length)
+        assert packed.positions[place].tolist() == list(range(max(length, wanted)))
+        assert packed.visible[row] == length
 
 
 def test_chosen_items_alone_are_packed() -> None:
@@ -49,12 +85,15 @@ def test_a_pad_id_inside_a_text_has_the_position_that_roberta_gives_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("lengths", "ids"),
-    [(b"\1\0\0", b""), (b"\1\0\0\0", b""), (b"\1\0\0\0", b"\0\0\0\0\0\0\0\0"), (b"\xff\xff\xff\xff\1\0\0\0", b""), (b"", b"\0")],
-)
-def test_lengths_and_ids_that_do_not_belong_together_are_refused(lengths: bytes, ids: bytes) -> None:
+    ("lengths", "ids", "types"),
+    [
+        (b"\1\0\0", b"", b""), (b"\1\0\0\0", b"", b""), (b"\1\0\0\0", b"\0\0\0\0\0\0\0\0", b""),
+        (b"\xff\xff\xff\xff\1\0\0\0", b"", b""), (b"", b"\0", b""), (b"\1\0\0\0", b"\5\0\0\0", b"\0\0"), (b"", b"", b"\0"),
+    ],
+)  # fmt: skip
+def test_lengths_ids_and_types_that_do_not_belong_together_are_refused(lengths: bytes, ids: bytes, types: bytes) -> None:
     with pytest.raises(MalformedBatch):
-        items(lengths, ids)
+        items(lengths, ids, types)
 
 
 def test_extremes_name_the_item_even_beside_empty_ones() -> None:
@@ -68,6 +107,12 @@ def test_a_layout_names_a_kernel_per_length_and_for_one_or_several() -> None:
     packed = pack(as_items([[1] * 8, [1] * 9, [1] * 9, [1] * 600]), np.arange(4), Positions())
     grouped = (Kernel.SDPA, Kernel.REFERENCE, *[Kernel.SDPA] * 5)
     assert KernelTable(by_length, grouped).layout(packed).tolist() == [
-        [0, 1, 8, Kernel.SDPA], [8, 2, 9, Kernel.REFERENCE], [26, 1, 600, Kernel.SDPA_FLOAT],
+        [0, 1, 8, 8, Kernel.SDPA], [8, 2, 9, 9, Kernel.REFERENCE], [26, 1, 600, 600, Kernel.SDPA_FLOAT],
     ]  # fmt: skip
-    assert uniform(Kernel.VARLEN).layout(packed).tolist() == [[0, 4, 600, Kernel.VARLEN]]
+    assert uniform(Kernel.VARLEN).layout(packed).tolist() == [[0, 4, 600, 600, Kernel.VARLEN]]
+
+
+def test_a_kernel_for_all_sequences_at_once_is_not_used_where_a_part_is_hidden() -> None:
+    batch = expanded(as_items([[1, 2], [3]]), np.array([4, 0]), 9, attended=False)
+    packed = pack(batch, np.arange(2), Positions())
+    assert uniform(Kernel.FLASH).layout(packed).tolist() == [[0, 1, 1, 1, Kernel.SDPA], [1, 1, 4, 2, Kernel.SDPA]]

@@ -1,12 +1,19 @@
-"""Pooling against numpy in float64."""
+"""Pooling against numpy in float64, and what is done with pooled vectors."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from sie_adapter.heads.pooling import POOLINGS, finish, pool
+from sie_adapter.answers import Answer, vectors
+from sie_adapter.heads import States
+from sie_adapter.heads.pooling import POOLINGS, DenseHead, pool
+from sie_adapter.packing import Packed
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import RunOptions
 
 LENGTHS = [1, 1, 4, 7, 7, 30]
 
@@ -20,6 +27,8 @@ def packed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[list[in
 def expected(hidden: torch.Tensor, bounds: torch.Tensor, pooling: str) -> np.ndarray:
     states = hidden.double().numpy()
     rows = [states[first:last] for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+    if pooling == "weighted":  # token i counts i times
+        return np.stack([np.average(row, 0, np.arange(1, len(row) + 1)) for row in rows])
     return np.stack([{"cls": row[0], "last": row[-1], "mean": row.mean(0)}[pooling] for row in rows])
 
 
@@ -39,19 +48,53 @@ def test_the_mean_of_cuda_is_the_same_number() -> None:
 
 
 @pytest.mark.parametrize("dimensions", [0, 4, 16])
-def test_vectors_are_cut_and_then_normalised(dimensions: int) -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -> None:
     """W18."""
     pooled = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
-    vectors, usable = finish(pooled, dimensions, normalize=True)
+    options = RunOptions(dimensions=dimensions, normalize=normalize)
+    found = vectors(options, {"dense": list(pooled)})
     cut = pooled[:, : dimensions or 16].double().numpy()
-    np.testing.assert_allclose(vectors.numpy(), cut / np.linalg.norm(cut, axis=1, keepdims=True), atol=1e-6)
-    assert usable.all()
-    raw, _ = finish(pooled, dimensions, normalize=False)
-    assert torch.equal(raw, pooled[:, : dimensions or 16])
+    expected = cut / np.linalg.norm(cut, axis=1, keepdims=True) if normalize else cut
+    np.testing.assert_allclose([answer.arrays["dense"] for answer in found if isinstance(answer, Answer)], expected, atol=1e-6)
 
 
 def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() -> None:
-    """W2."""
-    pooled = torch.ones(5, 4)
-    pooled[1, 2], pooled[2, 0], pooled[3] = torch.nan, torch.inf, 0.0
-    assert finish(pooled, 0, normalize=True)[1].tolist() == [True, False, False, False, True]
+    """W2: also one that only its cut makes zero."""
+    pooled = torch.ones(6, 4)
+    pooled[1, 2], pooled[2, 0], pooled[3], pooled[4, :3] = torch.nan, torch.inf, 0.0, 0.0
+    found = vectors(RunOptions(dimensions=3), {"dense": list(pooled)})
+    assert [isinstance(answer, Answer) for answer in found] == [True, False, False, False, False, True]
+
+
+def states(queries: list[bool] | None = None, pooling: str = "") -> States:
+    hidden, bounds, groups = packed(torch.float32)
+    rows = np.array([[*group, group[2]] for group in groups])
+    nothing = np.zeros(0, np.int64)
+    return States(hidden, Packed(nothing, nothing, bounds.numpy(), rows, np.arange(6)), np.array(queries or [False] * 6), pooling)
+
+
+def test_a_dense_head_pools_what_is_asked_for_and_then_applies_its_layers() -> None:
+    layer = torch.nn.Linear(16, 3).requires_grad_(False)
+    head = DenseHead("mean", torch.nn.Sequential(layer), torch.device("cpu"))
+    given = states()
+    bounds = torch.from_numpy(given.packed.bounds)
+    chosen = np.array([1, 4])
+    for own, name in (("", "mean"), ("cls", "cls"), ("weighted", "weighted")):
+        reduced = head.reduce(replace(given, pooling=own), chosen)
+        pooled = torch.from_numpy(expected(given.hidden, bounds, name)[chosen]).float()
+        torch.testing.assert_close(torch.stack(list(reduced.rows)), layer(pooled), atol=1e-5, rtol=0)
+        assert reduced.usable.tolist() == [True, True]
+
+
+def test_a_head_says_where_its_vectors_are_not_finite() -> None:
+    given = states()
+    given.hidden[5] = torch.inf  # the last token of the third sequence
+    assert DenseHead("mean", None, torch.device("cpu")).reduce(given, np.arange(6)).usable.tolist() == [True, True, False, True, True, True]
+    assert DenseHead("cls", None, torch.device("cpu")).reduce(given, np.arange(6)).usable.all()
+
+
+def test_a_pooling_that_there_is_not_is_refused() -> None:
+    """It must never become another one."""
+    with pytest.raises(InvalidInput, match="pooling"):
+        DenseHead("mean", None, torch.device("cpu")).reduce(states(pooling="max"), np.arange(6))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sie_adapter.device import Memory
@@ -23,10 +25,8 @@ class FakeWeights:
     tokenizer: bytes = b"{}"
     attention: str = "sdpa"
     precision: str = "float32"
-    stored_pooling: str = "mean"
     max_tokens: int = 8
-    vocabulary: int = 8
-    width: int = 4
+    certificate: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -36,21 +36,32 @@ class World:
     threshold: float = 85.0
     other_bytes: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
+    known: bool = False  # whether a model's size is known before it is loaded
+    kept_bytes: int = 0  # by the allocator, until it gives them back
+    given_back: int = 0
     now_s: float = 0.0
     loads: list[str] = field(default_factory=list)
     during_load: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.residency = Residency(self._load, self._memory, lambda: None, self.threshold, lambda: self.now_s)
+        self.residency = Residency(
+            self._load, self._memory, self._give_back, self.threshold, lambda: self.now_s,
+            needed_bytes=lambda resolved: self.sizes.get(resolved.entry.id, 0) if self.known else 0,
+            warm_up=lambda weights: 2 * weights.memory_bytes,
+        )  # fmt: skip
+
+    def _give_back(self) -> None:
+        self.given_back += 1
+        self.kept_bytes = 0
 
     def _load(self, resolved: Resolved) -> Any:
         self.loads.append(resolved.entry.id)
         self.during_load(resolved.entry.id)
         return FakeWeights(self.sizes.get(resolved.entry.id, 0))
 
-    def _memory(self) -> Memory:
+    def _memory(self, more_bytes: int) -> Memory:
         held = sum(model.memory_bytes for model in self.residency.describe())
-        return Memory(held + self.other_bytes, 1000)
+        return Memory(held + self.other_bytes + self.kept_bytes + more_bytes, 1000)
 
     def ensure(self, model: str, evictable: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
         self.now_s += 1
@@ -123,6 +134,161 @@ def test_pressure_after_a_batch_evicts_what_was_not_used_since() -> None:
     assert world.residency.relieve() == ()  # within a second of the last look
     world.now_s += 1.1
     assert world.residency.relieve() == ()  # b is gone, a was used since
+
+
+def test_the_weights_to_come_count_before_they_are_loaded() -> None:
+    """O15: what would not fit evicts first, and what fits does not."""
+    world = World(sizes={"a": 400, "b": 400, "c": 100}, known=True)
+    world.ensure("a")
+    assert world.ensure("b", evictable=("a",)) == ()
+    assert world.ensure("c", evictable=("a", "b")) == ("a",)
+    world.use("b")
+    assert world.loaded() == ["b", "c"]
+
+
+def test_loads_at_the_same_time_count_each_other() -> None:
+    world = World(sizes={"a": 400, "b": 300, "c": 300}, known=True)
+    world.ensure("a")
+    evicted: list[tuple[str, ...]] = []
+
+    def load_another(model: str) -> None:
+        if model == "b":
+            evicted.append(world.ensure("c", evictable=("a",)))
+
+    world.during_load = load_another
+    evicted.append(world.ensure("b", evictable=("a",)))
+    assert evicted == [("a",), ()]
+    assert world.loaded() == ["c", "b"]
+
+
+def test_what_cannot_fit_beside_models_with_work_is_refused_before_it_is_loaded() -> None:
+    """And it is loaded once they are idle. Above the threshold and within the device it is loaded at once."""
+    world = World(sizes={"a": 600, "b": 500, "c": 350}, known=True)
+    world.ensure("a")
+    with pytest.raises(ModelLoadFailed) as raised:
+        world.ensure("b")
+    assert (raised.value.reason, raised.value.extras) == ("no_room", {"error_class": "OOM"})
+    assert world.loads == ["a"]
+    world.ensure("c")
+    assert world.ensure("b", evictable=("a", "c")) == ("a",)
+    assert world.loaded() == ["c", "b"]
+
+
+def test_a_load_that_runs_out_of_memory_is_tried_again_with_one_idle_model_less() -> None:
+    world = World(sizes={"a": 100, "b": 100, "c": 100})
+    for model in "abc":
+        world.ensure(model)
+
+    def fail_while_more_than_one_is_loaded(_: str) -> None:
+        if len(world.loaded()) > 1:
+            raise load_failed("OOM", "too little memory")
+
+    world.during_load = fail_while_more_than_one_is_loaded
+    assert world.ensure("d", evictable=("a", "b")) == ("a", "b")
+    assert world.loads == ["a", "b", "c", "d", "d", "d"]
+    with pytest.raises(ModelLoadFailed) as raised:
+        world.ensure("e")
+    assert raised.value.extras["error_class"] == "OOM"
+    assert world.loaded() == ["c", "d"]
+
+
+def test_what_the_allocator_keeps_is_given_back_before_anything_is_unloaded() -> None:
+    world = World(sizes={"a": 300})
+    world.ensure("a")
+    world.kept_bytes = 600
+    assert world.ensure("b", evictable=("a",)) == ()
+    assert world.given_back == 1
+
+
+def test_room_is_made_whatever_the_pressure_and_only_from_idle_models() -> None:
+    """O16."""
+    world = World(sizes={"a": 1, "b": 1, "c": 1})
+    for model in "abc":
+        world.ensure(model)
+    assert not world.residency.make_room()  # nothing was called idle
+    world.residency.idle(("a", "b", "unknown"))
+    world.use("a")
+    with world.residency.use("c"):
+        assert world.residency.make_room()
+        assert not world.residency.make_room()
+    assert world.loaded() == ["a", "c"]
+
+
+def test_the_sidecar_hears_once_what_went_unasked() -> None:
+    world = World(sizes={"a": 300, "b": 300})
+    world.ensure("a")
+    world.ensure("b")
+    assert world.residency.idle(("a", "b")) == ()
+    assert world.residency.make_room()
+    world.other_bytes = 900
+    assert world.residency.relieve() == ("b",)
+    assert world.residency.idle(()) == ("a", "b")
+    assert world.residency.idle(()) == ()
+
+
+def test_the_latest_word_on_what_is_idle_counts() -> None:
+    world = World(sizes={"a": 500, "b": 500})
+    world.ensure("a")
+    world.ensure("b", evictable=("a",))
+    world.residency.idle(())
+    assert world.residency.relieve() == ()
+    world.residency.idle(("b",))
+    assert world.residency.relieve() == ("b",)
+
+
+def test_weights_and_the_peak_of_the_warm_up_are_reported() -> None:
+    """O15."""
+    world = World(sizes={"a": 300})
+    world.ensure("a")
+    (loaded,) = world.residency.describe()
+    assert (loaded.memory_bytes, loaded.peak_bytes) == (300, 600)
+
+
+def test_a_model_that_cannot_be_warmed_up_is_not_loaded() -> None:
+    world = World()
+    world.residency._warm_up = lambda _: (_ for _ in ()).throw(load_failed("INCOMPATIBLE", "it gives no vector"))
+    with pytest.raises(ModelLoadFailed):
+        world.ensure("a")
+    assert world.loaded() == []
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """What was imported is left out of the collections that follow an eviction, as in the process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def lru_loads(traffic: list[str], capacity: int) -> int:
+    """Loads of a plain least-recently-used cache of `capacity` models."""
+    held: list[str] = []
+    loads = 0
+    for model in traffic:
+        loads += model not in held
+        held = [*(other for other in held if other != model), model][-capacity:]
+    return loads
+
+
+@pytest.mark.usefixtures("quick_collections")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("known", [True, False])
+def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed: int, known: bool) -> None:
+    """20 models of 170 bytes, room for 5 below the threshold; requests one by one, all models without work idle."""
+    weights = 1 / np.arange(1, 21)
+    ranks = np.random.default_rng(seed).choice(20, 4000, p=weights / weights.sum())
+    traffic = [f"m{rank}" for rank in ranks]
+    world = World(sizes={f"m{number}": 170 for number in range(20)}, known=known)
+    for model in traffic:
+        if model not in world.loaded():
+            world.ensure(model, evictable=tuple(world.loaded()))
+        world.use(model)
+        world.residency.idle(tuple(world.loaded()))
+        world.residency.relieve()
+        assert len(world.loaded()) <= (5 if known else 6)
+    assert len(world.loads) <= lru_loads(traffic, 5)
+    assert world._memory(0).percent <= world.threshold
 
 
 def test_eight_askers_make_one_load() -> None:

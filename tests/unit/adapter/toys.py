@@ -58,11 +58,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 PADDED = ("mpnet", "deberta-v2")
 
 
-def save(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> Path:
-    """A random model of `kind` with its tokenizer, as a folder."""
+def save(folder: Path, kind: str, *, seed: int = 0, auto: Any = AutoModel, **changes: Any) -> Path:
+    """A random model of `kind` with its tokenizer, as a folder. `auto`: the class that makes it, with a head or without."""
     config = CONFIG_MAPPING[kind.split()[0]](**{**CONFIGS[kind], **changes})
     torch.manual_seed(seed)
-    model = AutoModel.from_config(config)
+    model = auto.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # biases and norms, which a default initialisation leaves neutral
@@ -90,8 +90,10 @@ def compute(dtype: torch.dtype = torch.float32, backend: Backend = "sdpa") -> Co
     return Compute(torch.device("cpu"), dtype, backend, "test", AttentionFacts("cpu", is_16_bit=dtype.itemsize == 2))
 
 
-def load(folder: Path, *, dtype: torch.dtype = torch.float32, backend: Backend = "sdpa", **changes: Any) -> TextEncoder:
-    return TextEncoder(folder, entry(folder, **changes), LoadOptions(), compute(dtype, backend))
+def load(
+    folder: Path, *, dtype: torch.dtype = torch.float32, backend: Backend = "sdpa", options: LoadOptions = LoadOptions(), **changes: Any
+) -> TextEncoder:
+    return TextEncoder(folder, entry(folder, **changes), options, compute(dtype, backend))
 
 
 def random_ids(lengths: list[int], *, seed: int = 0, low: int = 6) -> list[np.ndarray]:

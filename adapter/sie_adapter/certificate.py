@@ -1,0 +1,187 @@
+"""The proof that a loaded model gives the right numbers, made before it serves. A model that misses a bound does not become ready.
+
+    digests   SHA-256 of its files against the catalogue entry
+    files     what the entry says of pooling and prompts against what the model's own files say
+    packed    the packed path against the reference path, output by output
+    golden    vectors of the public oracle, where the entry names a file of them
+
+Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sie_adapter.checkpoint import read_json, read_modules
+from sie_adapter.device import Compute
+from sie_adapter.failure import load_failed
+from sie_adapter.heads import Row, States
+from sie_adapter.packing import Items
+from sie_contracts.catalogue import ModelEntry, Resolved, packaged_folder
+
+COSINE = {torch.float32: 0.9999}
+COSINE_16 = 0.999
+TAU = 0.98
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """What held. `packed`: the worst cosine of each output; `golden`: the worst cosine; None: nothing of the kind to compare."""
+
+    digests: tuple[str, ...]
+    packed: dict[str, float]
+    golden: float | None
+    seconds: float
+
+
+def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> Certificate:
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with what does not hold and where."""
+    started = time.perf_counter()
+    entry = resolved.entry
+    digests = _check_digests(folder, entry)
+    _check_files(folder, entry)
+    with torch.inference_mode():
+        packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
+        golden = _check_golden(model, entry, compute) if entry.golden else None
+    return Certificate(digests, packed, golden, round(time.perf_counter() - started, 3))
+
+
+def _refuse(entry: ModelEntry, cause: str) -> Exception:
+    return load_failed("CERTIFICATE", f"{entry.id}: {cause}")
+
+
+def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
+    for name, wanted in entry.weights.digests.items():
+        path = folder / name
+        if not path.is_file():
+            raise _refuse(entry, f"weights.digests names {name}, which is not among its files")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != wanted.lower():
+            cause = f"{name} has the SHA-256 {found[:16]}.., weights.digests says {wanted[:16]}..: changed, or of another revision"
+            raise _refuse(entry, cause)
+    return tuple(entry.weights.digests)
+
+
+def _check_files(folder: Path, entry: ModelEntry) -> None:
+    """An entry may say more than the model's files, never something else."""
+    stored = read_json(folder / "config_sentence_transformers.json").get("prompts") or {}
+    for name in ("query", "document"):
+        prompt = stored.get(name) or ""
+        given = entry.prompts.get(name, "{text}")
+        if prompt and "{instruction}" not in given and given != f"{prompt}{{text}}":
+            raise _refuse(entry, f"prompts.{name} is {given!r}, its config_sentence_transformers.json has the prompt {prompt!r}")
+    stored_pooling = read_modules(folder).pooling
+    if entry.run.pooling and stored_pooling and entry.run.pooling != stored_pooling:
+        raise _refuse(entry, f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored_pooling}")
+
+
+def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
+    """Outputs of the packed path against those of the stock, padded one, from the states that both gave at load."""
+    packed, reference = model.backbone.take_trial()
+    states = model.backbone.forward(packed)
+    sequences = np.arange(len(packed.order))
+    queries = np.zeros(len(sequences), bool)
+    worst = {}
+    for name, head in model.heads.items():
+        expected = head.reduce(States(reference, packed, queries), sequences).rows
+        found = head.reduce(States(states, packed, queries), sequences).rows
+        worst[name] = _agree(entry, f"the packed path of output {name}", expected, found, compute.dtype)
+    return worst
+
+
+def _agree(entry: ModelEntry, what: str, expected: Sequence[Row], found: Sequence[Row], dtype: torch.dtype) -> float:
+    bound = COSINE.get(dtype, COSINE_16)
+    if expected[0] is not None and isinstance(expected[0], Tensor) and expected[0].ndim == 1 and len(expected[0]) <= 2:
+        cosine, tau = _cosine(torch.cat(list(expected)), torch.cat(list(found))), _tau(expected, found, dtype)
+        if not tau >= TAU:
+            raise _refuse(entry, f"{what} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {TAU}")
+    else:
+        cosine = min(_cosine(*_dense(left, right)) for left, right in zip(expected, found, strict=True))
+    if not cosine >= bound:
+        raise _refuse(entry, f"{what} has cosine {cosine:.6f} with the reference path, bound {bound}")
+    return round(cosine, 7)
+
+
+def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
+    """Two rows as vectors that can be compared."""
+    if not isinstance(left, tuple):
+        return left, right
+    width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)
+    vectors = []
+    for ids, weights in (left, right):
+        vector = torch.zeros(width, device=weights.device)
+        vector[ids.long()] = weights
+        vectors.append(vector)
+    return vectors[0], vectors[1]
+
+
+def _cosine(left: Tensor, right: Tensor) -> float:
+    """The least cosine of matching rows. Two zero vectors agree."""
+    left, right = left.double(), right.double()
+    if left.ndim > 1:
+        return float(F.cosine_similarity(left, right, dim=-1).min()) if len(left) else 1.0
+    if not left.any() and not right.any():
+        return 1.0
+    return float(F.cosine_similarity(left, right, dim=0))
+
+
+def _tau(expected: Sequence[Row], found: Sequence[Row], dtype: torch.dtype) -> float:
+    """Kendall's tau of the last logit, over pairs that differ by more than the precision resolves."""
+    left, right = (torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).double() for rows in (expected, found))
+    gaps, others = left[:, None] - left[None], right[:, None] - right[None]
+    resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
+    counted = gaps.abs() > resolution
+    if not counted.any():
+        return 1.0
+    return float((torch.sign(gaps) * torch.sign(others))[counted].mean())
+
+
+def golden_file(entry: ModelEntry) -> Path:
+    """Where the entry's golden vectors lie: a path of its own, or one in the packaged catalogue."""
+    given = Path(entry.golden).expanduser()
+    return given if given.is_absolute() else packaged_folder() / given
+
+
+def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
+    """Dense vectors of texts against those of the public oracle."""
+    path = golden_file(entry)
+    cases = read_json(path).get("dense") if path.is_file() else None
+    if not cases:
+        raise _refuse(entry, f"its golden vectors {entry.golden} are not there, or hold nothing")
+    found = _encoded(model, entry, [case["text"] for case in cases])
+    expected = np.array([case["vector"] for case in cases], np.float64)
+    cosines = (found * expected).sum(1) / np.maximum(np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1), 1e-12)
+    bound = COSINE.get(compute.dtype, COSINE_16)
+    worst = int(cosines.argmin())
+    if not cosines[worst] >= bound:
+        cause = f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the public oracle, bound {bound}"
+        raise _refuse(entry, cause)
+    return round(float(cosines[worst]), 7)
+
+
+def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
+    """Dense vectors of texts, tokenised here as the sidecar does it."""
+    tokenizer = Tokenizer.from_buffer(model.tokenizer)
+    tokenizer.enable_truncation(entry.max_tokens)
+    ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]
+    batch = Items(np.array([len(each) for each in ids], np.int64), np.concatenate(ids))
+    packed = model.pack(batch, np.arange(len(ids)))
+    reduced = model.heads["dense"].reduce(States(model.forward(packed), packed, np.zeros(len(ids), bool)), np.arange(len(ids)))
+    vectors = torch.stack(list(reduced.rows)).double().cpu().numpy()
+    return np.asarray(vectors[np.argsort(packed.order)])
+
+
+def as_map(certificate: Certificate) -> dict[str, Any]:
+    """For the models API."""
+    return msgspec.to_builtins(certificate)  # type: ignore[no-any-return]

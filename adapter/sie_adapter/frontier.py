@@ -1,0 +1,173 @@
+"""How many tokens one pass may hold: learnt from passes that fitted and passes that ran out of memory, for each model on each device.
+
+    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the rest
+    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge moves, and is kept on disk
+
+The rule. A failure of n tokens sets the edge to n, and the limit to what fitted below it, at least n / 2; where n had fitted before, less
+memory is free now and n / 2 is all that is still believed. Failures of the past do not hold for ever, since it may have been a neighbour
+who took the memory: for every WAIT_S without news the limit rises by RAISE. If a pass of the risen size fails, the wait doubles, up to
+MAX_WAIT_S, so a device that is simply too small is tried ever more rarely; if it fits, the wait begins anew, from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sie_adapter.packing import Int64
+
+WAIT_S = 30.0
+MAX_WAIT_S = 1920.0
+RAISE = 1.25
+FORGET_STEPS = 40  # 1.25 ** 40 is 7,500 times what failed: nothing is left of it
+MAX_KEYS = 256
+_SAVE_EVERY_S = 1.0
+_logger = logging.getLogger("sie.adapter")
+
+
+class Edge(msgspec.Struct):
+    """`fit_tokens`: the largest pass that fitted. `fail_tokens`: the smallest that failed, 0 if none did. `since_s`: of the last news."""
+
+    fit_tokens: int = 0
+    fail_tokens: int = 0
+    since_s: float = 0.0
+    wait_s: float = WAIT_S
+
+
+class _Stored(msgspec.Struct):
+    edges: dict[str, Edge]
+
+
+def frontier_key(fingerprint: str, precision: str, device: str) -> str:
+    """The key of a loaded model on a device: its fingerprint, the precision it computes in, the device's label."""
+    return "/".join((fingerprint, precision, device.replace(" ", "-")))
+
+
+def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
+    """The next part of the `chosen` items, of at most `limit` tokens and at least one item, and the rest. Short items go first."""
+    if limit is None or lengths[chosen].sum() <= limit:
+        return chosen, chosen[:0]
+    ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
+    count = max(1, int(np.searchsorted(np.cumsum(lengths[ordered]), limit, side="right")))
+    return ordered[:count], ordered[count:]
+
+
+def _believed(edge: Edge) -> int:
+    return max(1, min(edge.fail_tokens - 1, max(edge.fit_tokens, edge.fail_tokens // 2)))
+
+
+class Frontier:
+    """The edges of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any thread. None raises.
+
+    The file is read at the first use: a spare process may have been started long before. `clock` is wall time, which a restart survives.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._edges: dict[str, Edge] = {}
+        self._read = False
+        self._dirty = False
+        self._saved_s = 0.0
+
+    def limit(self, key: str) -> int | None:
+        """The most tokens that a pass should have now; None while nothing is known to fail. At least 1."""
+        with self._lock:
+            edge = self._edge(key)
+            return self._limit(edge) if edge and edge.fail_tokens else None
+
+    def fits(self, key: str, tokens: int) -> None:
+        """A pass of so many tokens went through."""
+        with self._lock:
+            edge = self._edge(key) or self._add(key)
+            if tokens <= edge.fit_tokens:
+                return
+            was_raised = bool(edge.fail_tokens) and tokens > _believed(edge)
+            edge.fit_tokens = tokens
+            if not edge.fail_tokens:
+                return
+            if was_raised:
+                edge.since_s, edge.wait_s = self._clock(), WAIT_S
+            if tokens >= edge.fail_tokens:
+                edge.fail_tokens = int(tokens * RAISE) + 1
+            self._dirty = True
+            if self._clock() - self._saved_s >= _SAVE_EVERY_S:
+                self._save()
+
+    def failed(self, key: str, tokens: int) -> None:
+        """A pass of so many tokens ran out of memory."""
+        with self._lock:
+            edge = self._edge(key) or self._add(key)
+            if edge.fail_tokens:
+                if tokens > self._limit(edge):
+                    return  # an item that is larger alone, or another lane's pass of before: no news
+                edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else WAIT_S
+            if tokens <= edge.fit_tokens:
+                edge.fit_tokens = tokens // 2
+            edge.fail_tokens, edge.since_s = tokens, self._clock()
+            self._dirty = True
+            self._save()
+
+    def save(self) -> None:
+        """Write what is not written yet."""
+        with self._lock:
+            if self._dirty:
+                self._save()
+
+    def _steps(self, edge: Edge) -> int:
+        return min(FORGET_STEPS, max(0, int((self._clock() - edge.since_s) / edge.wait_s)))
+
+    def _limit(self, edge: Edge) -> int:
+        believed, steps = _believed(edge), self._steps(edge)
+        return max(int(believed * RAISE**steps), believed + steps)  # RAISE alone would never lift a limit of 1
+
+    def _edge(self, key: str) -> Edge | None:
+        if not self._read:
+            self._read = True
+            self._edges = self._stored()
+        return self._edges.get(key)
+
+    def _add(self, key: str) -> Edge:
+        while len(self._edges) >= MAX_KEYS:
+            del self._edges[min(self._edges, key=lambda key: self._edges[key].since_s)]
+        self._edges[key] = edge = Edge()
+        return edge
+
+    def _stored(self) -> dict[str, Edge]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=_Stored).edges
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            _logger.warning("the token frontier at %s cannot be read: %s", self._path, error)
+            return {}
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            aside = self._path.with_suffix(".corrupt")
+            _logger.warning("the token frontier at %s is moved to %s and learnt anew: %s", self._path, aside.name, error)
+            try:
+                self._path.replace(aside)
+            except OSError as moving:
+                _logger.warning("%s cannot be moved: %s", self._path, moving)
+            return {}
+
+    def _save(self) -> None:
+        # what another process of this machine learnt of other models stays
+        edges = self._stored() | self._edges
+        learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
+        latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        self._dirty, self._saved_s = False, self._clock()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(_Stored({key: learnt[key] for key in latest})))
+            draft.replace(self._path)
+        except OSError as error:
+            _logger.warning("the token frontier cannot be kept at %s: %s", self._path, error)

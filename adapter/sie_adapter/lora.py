@@ -1,0 +1,167 @@
+"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers they name (arXiv 2106.09685). The weights of the base never change.
+
+    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept, least recently used goes first
+
+Which LoRA acts is a matter of the thread that computes, for one pass: loading one, or dropping one, touches no pass that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sie_adapter.checkpoint import read_json
+from sie_adapter.device import Compute
+from sie_contracts.errors import LoraLoadFailed, LoraLoading
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
+_PREFIX = "base_model.model."
+# of adapter_config.json: what would change the numbers in another way than the two matrices do
+_UNSUPPORTED = ("use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "alpha_pattern", "trainable_token_indices", "use_qalora")
+
+
+class _Active(threading.local):
+    pairs: Pairs | None = None
+
+
+_ACTIVE = _Active()
+
+
+class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """A linear layer to which the LoRA of the present pass, if it names `path`, adds its part."""
+
+    def __init__(self, base: nn.Module, path: str) -> None:
+        super().__init__()
+        self.base, self.path = base, path
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    def forward(self, states: Tensor) -> Tensor:
+        found = self.base(states)
+        pair = _ACTIVE.pairs.get(self.path) if _ACTIVE.pairs is not None else None
+        return found if pair is None else found + (states @ pair[0].T) @ pair[1].T
+
+
+class Loras:
+    """The LoRAs of one model. Every method may be called from any thread.
+
+    `run` is a pass of the model over a sample, the same each time; a LoRA that does not change what it gives is refused.
+    """
+
+    def __init__(self, model: nn.Module, compute: Compute, run: Callable[[], Tensor]) -> None:
+        self._model, self._compute, self._run = model, compute, run
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Pairs] = OrderedDict()
+
+    def load(self, name: str, folder: Path, most: int) -> None:
+        """Read and try a LoRA, unless it is there; `most` are kept. Raises LoraLoadFailed, which names what does not fit."""
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return
+        pairs = self._read(name, folder)
+        self._wrap(pairs)
+        with torch.inference_mode():
+            plain = self._run()
+            with acting(pairs):
+                changed = self._run()
+        if not torch.isfinite(changed).all():
+            raise _failed(name, "its output is not finite")
+        if torch.equal(plain, changed):
+            raise _failed(name, "it does not change the output of the model")
+        with self._lock:
+            self._kept[name] = pairs
+            while len(self._kept) > most:
+                self._kept.popitem(last=False)
+
+    @contextlib.contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """The passes of this thread run with the LoRA `name`; with none for an empty name. Raises LoraLoading if it is not loaded."""
+        if not name:
+            yield
+            return
+        with self._lock:
+            pairs = self._kept.get(name)
+            if pairs is None:
+                raise LoraLoading(f"the LoRA {name} is not loaded", extras={"lora_id": name, "lora": name})
+            self._kept.move_to_end(name)
+        with acting(pairs):
+            yield
+
+    def names(self) -> tuple[str, ...]:
+        """Those that are loaded, least recently used first."""
+        with self._lock:
+            return tuple(self._kept)
+
+    def _read(self, name: str, folder: Path) -> Pairs:
+        config = read_json(folder / "adapter_config.json")
+        file = folder / "adapter_model.safetensors"
+        if config.get("peft_type") != "LORA" or not file.is_file():
+            raise _failed(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
+        if unsupported := [key for key in _UNSUPPORTED if config.get(key)]:
+            raise _failed(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
+        if config.get("bias", "none") != "none":
+            raise _failed(name, "it changes biases, which is not supported")
+        layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
+        halves: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in load_file(file).items():
+            path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            path = self._resolved(path, layers)
+            if half not in ("lora_A", "lora_B") or not path:
+                raise _failed(name, f"{key} belongs to no linear layer of this model")
+            halves.setdefault(path, {})[half] = tensor
+        if not halves:
+            raise _failed(name, "it holds no matrices")
+        return {path: self._scaled(name, path, layers[path], each, config) for path, each in halves.items()}
+
+    def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
+        """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there is none."""
+        prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
+        for candidate in (path, path.removeprefix(prefix), path.removeprefix("model.")):
+            if candidate in layers:
+                return candidate
+        return ""
+
+    def _scaled(
+        self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        if set(halves) != {"lora_A", "lora_B"}:
+            raise _failed(name, f"{path} has only one of its two matrices")
+        first, second = halves["lora_A"], halves["lora_B"]
+        rank = len(first)
+        if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
+            widths = f"{layer.in_features} to {layer.out_features}"
+            raise _failed(name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}")
+        scale = float(config.get("lora_alpha", rank)) / (rank**0.5 if config.get("use_rslora") else rank)
+        device, dtype = self._compute.device, self._compute.dtype
+        return first.to(device, dtype), (second.float() * scale).to(device, dtype)
+
+    def _wrap(self, pairs: Pairs) -> None:
+        with self._lock:
+            for path in pairs:
+                parent_path, _, child = path.rpartition(".")
+                parent = self._model.get_submodule(parent_path)
+                layer = getattr(parent, child)
+                if not isinstance(layer, LoraLinear):
+                    setattr(parent, child, LoraLinear(layer, path))
+
+
+@contextlib.contextmanager
+def acting(pairs: Pairs) -> Iterator[None]:
+    """The passes of this thread run with these matrices."""
+    before, _ACTIVE.pairs = _ACTIVE.pairs, pairs
+    try:
+        yield
+    finally:
+        _ACTIVE.pairs = before
+
+
+def _failed(name: str, cause: str) -> LoraLoadFailed:
+    return LoraLoadFailed(f"the LoRA {name} could not be loaded: {cause}", extras={"lora_id": name})

@@ -1,0 +1,103 @@
+"""A folder with heads through the sidecar's rows and the adapter's engine: texts in, outputs of every kind out.
+
+texts + options ──► rows.make ──► RunBatch ──► Engine.execute ──► {"dense", "sparse", "multivector"} of each text, or scores
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sie_adapter.engine import Engine
+from sie_adapter.families.text_encoder import TextEncoder
+from sie_contracts.catalogue import parse_entry
+from sie_contracts.ipc import BatchDone, Group, RunBatch
+from sie_contracts.messages import Input, Ok, Operation, RunOptions
+from sie_contracts.settings import Settings
+from sie_sidecar import rows
+from sie_sidecar.rows import Work
+from sie_sidecar.tokens import ModelTokenizer
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class HeadsModel:
+    """A resident model. Outputs come back in the order of the texts."""
+
+    engine: Engine
+    name: str
+    encoder: TextEncoder
+    tokenizer: ModelTokenizer
+
+    def encode(self, texts: Sequence[str], *outputs: str, **options: Any) -> list[dict[str, Array]]:
+        """One batch of one work item: the arrays of each text by name, sparse ones as `sparse.indices` and `sparse.values`."""
+        return self.encode_items([(texts, RunOptions(outputs=outputs, **options))])[0]
+
+    def encode_items(self, items: Sequence[tuple[Sequence[str], RunOptions]]) -> list[list[dict[str, Array]]]:
+        """One batch of several work items, each with its own options."""
+        reply = self._run("encode", [Work([Input(text) for text in texts], None, options) for texts, options in items])
+        outcomes = iter(reply.outcomes)
+        return [[_arrays(reply, next(outcomes)) for _ in texts] for texts, _ in items]
+
+    def score(self, query: str, texts: Sequence[str], *outputs: str, **options: Any) -> Array:
+        """The score of each text against the query, one batch: float64 [texts]."""
+        options = {"outputs": outputs, **options}
+        reply = self._run("score", [Work([Input(text) for text in texts], Input(query), RunOptions(**options))])
+        found = []
+        for outcome in reply.outcomes:
+            assert isinstance(outcome, Ok), outcome
+            found.append(outcome.score)
+        return np.array(found)
+
+    def _run(self, operation: Operation, works: list[Work]) -> BatchDone:
+        made = rows.make(self.tokenizer, self.encoder.rows[operation], works)
+        groups, stop = [], 0
+        for work, each in zip(works, made, strict=True):
+            groups.append(Group(stop, stop + len(each.rows), work.options))
+            stop += len(each.rows)
+        ids = [row.ids for each in made for row in each.rows]
+        lengths = np.array([len(row) for row in ids], "<i4")
+        message = RunBatch("heads", self.name, operation, lengths.tobytes(), np.concatenate(ids).astype("<i4").tobytes(), tuple(groups))
+        with torch.inference_mode():
+            reply = self.engine.execute(message)
+        assert isinstance(reply, BatchDone), reply
+        return reply
+
+
+class HeadsEngine:
+    """An engine on the CPU. Owned by who made it, until `stop`."""
+
+    def __init__(self) -> None:
+        self._engine = Engine(Settings(device="cpu"))
+
+    def load(
+        self, folder: Path, outputs: dict[str, int], *, max_tokens: int, precision: str = "float32", head: dict[str, Any] | None = None
+    ) -> HeadsModel:
+        """Load a folder; `head` are the entry's own options. Raises ModelLoadFailed."""
+        name = f"heads/{folder.name}-{precision}-{len(self._engine.residency.residents())}"
+        entry = parse_entry({
+            "id": name, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": outputs, "max_tokens": max_tokens,
+            "load": {"precision": precision}, "head": head or {},
+        })  # fmt: skip
+        resident, _ = self._engine.residency.ensure(name, entry, "default", ())
+        assert isinstance(resident.weights, TextEncoder)
+        return HeadsModel(self._engine, name, resident.weights, ModelTokenizer(resident.weights.tokenizer, max_tokens))
+
+    def stop(self) -> None:
+        """End the lanes."""
+        assert self._engine.stop(10)
+
+
+def _arrays(reply: BatchDone, outcome: object) -> dict[str, Array]:
+    assert isinstance(outcome, Ok), outcome
+    return {
+        name: np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
+        for name, part in outcome.outputs.items()
+    }

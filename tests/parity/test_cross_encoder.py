@@ -1,0 +1,321 @@
+"""Cross-encoders through the adapter against sentence-transformers' CrossEncoder on the same folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.checkpoints import MAX_TOKENS
+from parity.score_checkpoints import (
+    TAU,
+    Asked,
+    Scoring,
+    ScoringEngine,
+    build_head,
+    ragged_documents,
+    score_of,
+    sentence,
+    sts_pairs,
+    tau,
+    trained_cross_encoder,
+)
+from safetensors.torch import load_file, save_file
+from scipy.stats import spearmanr
+from sentence_transformers import CrossEncoder
+from transformers import AutoModelForSequenceClassification
+
+from sie_contracts.errors import ModelLoadFailed
+
+# name: the architecture and what changes its head
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {}),
+    "roberta": ("roberta", {}),
+    "xlm-roberta": ("xlm-roberta", {}),
+    "modernbert cls": ("modernbert", {"classifier_pooling": "cls", "classifier_bias": True}),
+    "modernbert mean": ("modernbert", {"classifier_pooling": "mean", "classifier_activation": "relu"}),
+    "deberta-v2": ("deberta-v2", {}),
+    "electra": ("electra", {}),
+    "distilbert": ("distilbert", {}),
+    "mpnet": ("mpnet", {}),
+    "gte": ("gte", {}),
+    "qwen2": ("qwen2 causal", {}),
+}
+PADDED = {"deberta-v2", "mpnet"}
+MAX_DIFFERENCE = 1e-5
+
+Folders = Callable[..., Path]
+Load = Callable[..., Scoring]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("cross-encoders")
+
+    @functools.cache
+    def folder(kind: str, labels: int = 1) -> Path:
+        name, config = KINDS[kind]
+        return build_head(root / f"{kind.replace(' ', '-')}-{labels}", name, AutoModelForSequenceClassification, labels, **config)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScoringEngine]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = ScoringEngine()
+    yield engine
+    engine.stop()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def load(engine: ScoringEngine, folders: Folders) -> Load:
+    @functools.cache
+    def loaded(kind: str, precision: str = "float32") -> Scoring:
+        scoring = engine.load(folders(kind), "cross-encoder", precision, head={"activation": "identity"})
+        if scoring.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        return scoring
+
+    return loaded
+
+
+def oracle(folder: Path, pairs: Sequence[tuple[str, str]], precision: str = "float32", **kwargs: Any) -> np.ndarray:
+    """float32 [pairs] or [pairs, labels], one pair at a time, so that no padding enters."""
+    options = {"dtype": precision, "attn_implementation": "eager"}
+    model = CrossEncoder(str(folder), device="cpu", local_files_only=True, max_length=MAX_TOKENS, model_kwargs=options)
+    return np.asarray(model.predict(list(pairs), batch_size=1, show_progress_bar=False, **kwargs), np.float32)
+
+
+IDENTITY = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders) -> None:
+    """Batches of 1 to 64 ragged pairs, of a query that differs from batch to batch."""
+    scoring = load(kind)
+    assert scoring.attention.endswith("padded") == (kind in PADDED)
+    rng = random.Random(1)
+    texts = ragged_documents(118)
+    start = 0
+    for count in (1, 2, 5, 17, 29, 64):
+        query, documents = sentence(rng, rng.randint(0, 12)), texts[start : start + count]
+        start += count
+        expected = oracle(folders(kind), [(query, text) for text in documents], activation_fn=IDENTITY)
+        difference = np.abs(np.array(scoring.scores(query, documents)) - expected).max()
+        assert difference <= MAX_DIFFERENCE * max(1.0, float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders) -> None:
+    scoring = load(kind, "bfloat16")
+    query, documents = "search engine", ragged_documents(50, seed=3, longest=60)
+    exact = oracle(folders(kind), [(query, text) for text in documents], activation_fn=IDENTITY)
+    stock = oracle(folders(kind), [(query, text) for text in documents], "bfloat16", activation_fn=IDENTITY)
+    got = np.array(scoring.scores(query, documents))
+    # an untrained head spreads scores less than its rounding on some architectures: no implementation ranks those better than stock
+    assert tau(got, exact) >= min(TAU, tau(stock, exact) - 0.01)
+    assert np.abs(got - exact).mean() <= 1.5 * np.abs(stock - exact).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_scores_the_same_in_any_company(kind: str, load: Load) -> None:
+    scoring = load(kind)
+    documents = ragged_documents(24, seed=5)
+    alone = [scoring.scores("river bank", [text])[0] for text in documents]
+    together = scoring.scores("river bank", documents)
+    others = scoring.run([Asked(documents[:5], "another query"), Asked(documents[::-1], "river bank"), Asked(["x"], "third")])
+    np.testing.assert_allclose(together, alone, rtol=0, atol=2e-6)
+    np.testing.assert_allclose([score_of(each) for each in others[1]][::-1], alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "modernbert cls", "deberta-v2", "distilbert"])
+def test_rows_are_those_of_the_tokenizer(kind: str, load: Load, folders: Folders) -> None:
+    """Special tokens between and around, token types, and the document alone cut."""
+    scoring = load(kind)
+    tokenizer = CrossEncoder(str(folders(kind)), device="cpu", local_files_only=True).tokenizer
+    documents = [*ragged_documents(12, seed=7), sentence(random.Random(0), 700)]
+    for query in ("", "search engine", sentence(random.Random(1), 200)):
+        (rows,) = scoring.rows([Asked(documents, query)])
+        for row, text in zip(rows, documents, strict=True):
+            expected = tokenizer(query, text, truncation="only_second", max_length=MAX_TOKENS)
+            assert row.ids.tolist() == expected["input_ids"]
+            assert row.truncated == (len(tokenizer(query, text)["input_ids"]) > MAX_TOKENS)
+            if "token_type_ids" in expected:
+                assert ([0] * len(row.ids) if row.types is None else row.types.tolist()) == expected["token_type_ids"]
+    assert rows[-1].truncated
+
+
+def test_token_types_matter(load: Load, folders: Folders, tmp_path: Path) -> None:
+    """The BERT checkpoint would score differently without them, so the tests above would notice."""
+    folder = copied(folders("bert"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["bert.embeddings.token_type_embeddings.weight"][1] = tensors["bert.embeddings.token_type_embeddings.weight"][0]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    pairs = [("search", text) for text in ragged_documents(8)]
+    difference = oracle(folder, pairs, activation_fn=IDENTITY) - oracle(folders("bert"), pairs, activation_fn=IDENTITY)
+    assert np.abs(difference).max() > 1e-3
+
+
+# the activation
+
+
+def copied(folder: Path, target: Path) -> Path:
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**content, **changes}))
+
+
+NAMED = {
+    "nothing": {},
+    "config": {"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}},
+    "legacy": {"config.json": {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}},
+    "own file": {"config_sentence_transformers.json": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+    "sigmoid": {"config_sentence_transformers.json": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+    "own file wins": {
+        "config_sentence_transformers.json": {"activation_fn": "torch.nn.modules.linear.Identity"},
+        "config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_the_activation_is_the_one_that_the_folder_names(named: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    folder = copied(folders("bert"), tmp_path)
+    for file, changes in NAMED[named].items():
+        edit_json(folder / file, **changes)
+    scoring = engine.load(folder, "cross-encoder")
+    documents = ragged_documents(20)
+    expected = oracle(folder, [("search", text) for text in documents])
+    assert (expected.min() > 0 and expected.max() < 1) == (named in ("nothing", "sigmoid"))
+    np.testing.assert_allclose(scoring.scores("search", documents), expected, rtol=0, atol=MAX_DIFFERENCE)
+
+
+def test_a_folder_saved_by_the_library_is_served(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    """With modules.json and the settings that its versions since 6 write."""
+    model = CrossEncoder(str(folders("xlm-roberta")), device="cpu", local_files_only=True)
+    model.save_pretrained(str(tmp_path / "saved"))
+    documents = ragged_documents(20)
+    scores = engine.load(tmp_path / "saved", "cross-encoder").scores("search", documents)
+    expected = oracle(folders("xlm-roberta"), [("search", text) for text in documents])
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
+
+
+def test_the_entry_overrides_the_folder(engine: ScoringEngine, load: Load, folders: Folders) -> None:
+    documents = ragged_documents(10)
+    raw = np.array(load("bert").scores("search", documents))
+    squashed = engine.load(folders("bert"), "cross-encoder", head={"activation": "sigmoid"}).scores("search", documents)
+    np.testing.assert_allclose(squashed, 1 / (1 + np.exp(-raw)), atol=1e-6)
+
+
+def test_an_unknown_activation_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    folder = copied(folders("bert"), tmp_path)
+    edit_json(folder / "config_sentence_transformers.json", activation_fn="torch.nn.modules.activation.Tanh")
+    with pytest.raises(ModelLoadFailed, match="Tanh"):
+        engine.load(folder, "cross-encoder")
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert mean", "deberta-v2"])
+def test_two_labels_score_as_the_share_of_the_second(kind: str, engine: ScoringEngine, folders: Folders) -> None:
+    documents = ragged_documents(30)
+    expected = oracle(folders(kind, 2), [("search", text) for text in documents], apply_softmax=True)[:, 1]
+    scores = engine.load(folders(kind, 2), "cross-encoder", head={"activation": "softmax"}).scores("search", documents)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
+
+
+@pytest.mark.parametrize(("labels", "activation"), [(2, None), (2, "sigmoid"), (2, "identity"), (3, "softmax"), (1, "softmax")])
+def test_labels_that_are_no_score_are_refused(labels: int, activation: str | None, engine: ScoringEngine, folders: Folders) -> None:
+    with pytest.raises(ModelLoadFailed, match=f"{labels} labels"):
+        engine.load(folders("bert", labels), "cross-encoder", head={"activation": activation} if activation else {})
+
+
+# weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("bert", "classifier.weight"),
+        ("bert", "classifier.bias"),
+        ("bert", "bert.pooler.dense.weight"),
+        ("roberta", "classifier.dense.bias"),
+        ("modernbert cls", "head.norm.weight"),
+        ("modernbert mean", "head.dense.weight"),
+        ("deberta-v2", "pooler.dense.weight"),
+        ("electra", "classifier.out_proj.weight"),
+        ("distilbert", "pre_classifier.weight"),
+        ("qwen2", "score.weight"),
+    ],
+)
+def test_a_head_that_is_not_whole_is_refused(kind: str, tensor: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    folder = copied(folders(kind), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadFailed, match=tensor):
+        engine.load(folder, "cross-encoder")
+
+
+def test_a_backbone_alone_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    """What a library fills with a random head."""
+    folder = copied(folders("bert"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "classifier" not in name}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadFailed, match="2 missing keys"):
+        engine.load(folder, "cross-encoder")
+
+
+def test_a_pooler_that_the_class_does_not_have_is_no_fault(engine: ScoringEngine, folders: Folders, load: Load, tmp_path: Path) -> None:
+    """RoBERTa classifiers of older versions were saved with one; nothing reads it."""
+    folder = copied(folders("roberta"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    width = tensors["classifier.dense.weight"].shape[0]
+    tensors |= {"roberta.pooler.dense.weight": torch.randn(width, width), "roberta.pooler.dense.bias": torch.randn(width)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    documents = ragged_documents(5)
+    scores = engine.load(folder, "cross-encoder", head={"activation": "identity"}).scores("search", documents)
+    assert scores == load("roberta").scores("search", documents)
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert mean", "deberta-v2"])
+def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
+    """Unrounded weights, its pooler among them, on the states of a bfloat16 backbone."""
+    weights = load(kind, "bfloat16").resident.weights
+    head = weights.heads["score"]._head._model
+    exact = load(kind).resident.weights.heads["score"]._head._model.state_dict()
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    assert all(torch.equal(parameter, exact[name]) for name, parameter in head.named_parameters())
+    assert weights.backbone._model.dtype == torch.bfloat16
+
+
+# a model that was trained
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_cross_encoder(tmp_path_factory.mktemp("trained") / "sts-b")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_cross_encoder_trained_on_sts_b_scores_like_the_library(trained: Path, engine: ScoringEngine) -> None:
+    scoring = engine.load(trained, "cross-encoder", max_tokens=128)
+    pairs = sts_pairs("test")[:400]
+    outcomes = scoring.run([Asked([right], left) for left, right, _ in pairs])
+    scores = np.array([score_of(each) for (each,) in outcomes])
+    expected = oracle(trained, [(left, right) for left, right, _ in pairs])
+    assert np.abs(scores - expected).max() <= 1e-5
+    assert spearmanr(scores, [gold for *_, gold in pairs]).statistic >= 0.8

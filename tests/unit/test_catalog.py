@@ -1,0 +1,217 @@
+"""Every entry of the packaged catalogue: it parses, resolves with each profile, takes a request, and its architecture exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sie_adapter.loading import FAMILIES, Loader, family_of
+from sie_adapter.weights import WeightSources
+from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_entry
+from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
+from sie_contracts.options import run_options
+from sie_contracts.runtime.feed import packaged_catalogue, read_folder
+from sie_contracts.settings import Settings
+
+MODELS = packaged_folder() / "models"
+CATALOGUE = packaged_catalogue()
+ENTRIES = CATALOGUE.entries
+
+OPENSEARCH = "opensearch-project/opensearch-neural-sparse-encoding"
+# what each entry's config.json builds: its model type, and the class of transformers that the family asks for; by the published facts
+ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("bert", "BertModel"): (
+        "sentence-transformers/all-MiniLM-L6-v2", "intfloat/e5-small-v2", "intfloat/e5-base-v2", "intfloat/e5-large-v2",
+        "colbert-ir/colbertv2.0", "answerdotai/answerai-colbert-small-v1", "mixedbread-ai/mxbai-colbert-large-v1",
+    ),
+    ("xlm-roberta", "XLMRobertaModel"): ("BAAI/bge-m3", "intfloat/multilingual-e5-large", "intfloat/multilingual-e5-large-instruct"),
+    ("modernbert", "ModernBertModel"): (
+        "Alibaba-NLP/gte-modernbert-base", "answerdotai/ModernBERT-base", "ibm-granite/granite-embedding-english-r2",
+        "ibm-granite/granite-embedding-small-english-r2", "lightonai/GTE-ModernColBERT-v1", "lightonai/Reason-ModernColBERT",
+        "mixedbread-ai/mxbai-edge-colbert-v0-32m",
+    ),
+    ("gte", "GteModel"): ("Snowflake/snowflake-arctic-embed-m-v2.0",),
+    ("qwen2", "Qwen2Model"): (
+        "Alibaba-NLP/gte-Qwen2-1.5B-instruct", "Alibaba-NLP/gte-Qwen2-7B-instruct", "NovaSearch/stella_en_1.5B_v5",
+    ),
+    ("qwen3", "Qwen3Model"): ("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Embedding-4B"),
+    ("mistral", "MistralModel"): (
+        "intfloat/e5-mistral-7b-instruct", "Salesforce/SFR-Embedding-Mistral", "Salesforce/SFR-Embedding-2_R",
+        "Linq-AI-Research/Linq-Embed-Mistral", "GritLM/GritLM-7B",
+    ),
+    ("gemma3_text", "Gemma3TextModel"): ("google/embeddinggemma-300m",),
+    ("bert", "BertForMaskedLM"): (
+        "naver/splade-v3", "naver/splade-cocondenser-selfdistil", "prithivida/Splade_PP_en_v2", "rasyosef/splade-mini",
+        f"{OPENSEARCH}-v1", f"{OPENSEARCH}-doc-v2-mini",
+    ),
+    ("distilbert", "DistilBertForMaskedLM"): (
+        f"{OPENSEARCH}-v2-distill", f"{OPENSEARCH}-doc-v2-distill", f"{OPENSEARCH}-doc-v3-distill",
+    ),
+    ("roberta", "RobertaForMaskedLM"): ("ibm-granite/granite-embedding-30m-sparse",),
+    ("bert", "BertForSequenceClassification"): ("cross-encoder/ms-marco-MiniLM-L-6-v2", "cross-encoder/ms-marco-MiniLM-L-12-v2"),
+    ("xlm-roberta", "XLMRobertaForSequenceClassification"): (
+        "BAAI/bge-reranker-base", "BAAI/bge-reranker-large", "BAAI/bge-reranker-v2-m3",
+    ),
+    ("modernbert", "ModernBertForSequenceClassification"): ("Alibaba-NLP/gte-reranker-modernbert-base",),
+    ("deberta-v2", "DebertaV2ForSequenceClassification"): (
+        "cross-encoder/nli-deberta-v3-base", "MoritzLaurer/deberta-v3-base-zeroshot-v2.0", "MoritzLaurer/deberta-v3-large-zeroshot-v2.0",
+    ),
+    ("qwen2", "Qwen2ForCausalLM"): ("mixedbread-ai/mxbai-rerank-base-v2", "mixedbread-ai/mxbai-rerank-large-v2"),
+    ("qwen3", "Qwen3ForCausalLM"): ("Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B"),
+    # encoders inside of the models of the two extraction packages
+    ("deberta-v2", "DebertaV2Model"): (
+        "EmergentMethods/gliner_large_news-v2.1", "gliner-community/gliner_large-v2.5", "gliner-community/gliner_medium-v2.5",
+        "gliner-community/gliner_small-v2.5", "Ihor/gliner-biomed-large-v1.0", "numind/NuNER_Zero", "numind/NuNER_Zero-span",
+        "urchade/gliner_large-v2.1", "urchade/gliner_medium-v2.1", "urchade/gliner_small-v2.1", "urchade/gliner_multi-v2.1",
+        "urchade/gliner_multi_pii-v1", "knowledgator/gliclass-small-v1.0", "knowledgator/gliclass-base-v1.0",
+        "knowledgator/gliclass-large-v1.0", "knowledgator/gliclass-large-v3.0",
+    ),
+    ("bert", "BertModel of GLiNER"): ("NeuML/gliner-bert-tiny",),
+    ("modernbert", "ModernBertModel of GLiNER"): ("knowledgator/gliner-bi-base-v2.0", "knowledgator/modern-gliner-bi-base-v1.0"),
+}  # fmt: skip
+# whose code is in no package: they must not load by themselves
+REMOTE = {
+    "Alibaba-NLP/gte-multilingual-base", "NovaSearch/stella_en_400M_v5", "nomic-ai/nomic-embed-text-v2-moe", "nvidia/NV-Embed-v2",
+    "nvidia/llama-embed-nemotron-8b", "jinaai/jina-colbert-v2", "jinaai/jina-reranker-v2-base-multilingual", f"{OPENSEARCH}-doc-v3-gte",
+}  # fmt: skip
+_SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+_DISTILBERT = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+
+
+def profiles() -> Iterator[Any]:
+    for entry in ENTRIES.values():
+        for profile in ("default", *entry.profiles):
+            yield pytest.param(entry, profile, id=f"{entry.id}:{profile}")
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
+def test_an_entry_has_a_family_a_bundle_and_a_file_of_its_name(entry: ModelEntry) -> None:
+    assert entry.family in FAMILIES
+    assert isinstance(family_of(entry.family), type)
+    assert entry.bundle in CATALOGUE.bundles
+    assert read_folder(MODELS / entry.id).keys() <= {entry.id}
+    assert (MODELS / f"{entry.id}.yaml").is_file()
+
+
+def test_each_model_has_one_file_and_no_two_names_differ_in_case_alone() -> None:
+    assert len(list(MODELS.rglob("*.yaml"))) == len(ENTRIES) == len({model.casefold() for model in ENTRIES}) == 79
+
+
+@pytest.mark.parametrize(("entry", "profile"), profiles())
+def test_a_profile_resolves_and_takes_a_smallest_request_of_each_task(entry: ModelEntry, profile: str) -> None:
+    resolved = CATALOGUE.resolve(f"{entry.id}:{profile}")
+    assert resolved.residency == entry.id  # the profiles that ship are views of one copy of the weights
+    requests: dict[Any, dict[str, Any]] = {"encode": {}, "score": {}, "extract": {"labels": ["person"]}}
+    assert entry.tasks
+    for task in entry.tasks:
+        run = run_options(resolved, requests[task], task, strict=True)[1].run
+        assert "{" not in run.prefix + run.query_prefix + run.suffix
+        if task == "score" and entry.family == "decoder-reranker":
+            assert sorted(part for piece in run.pieces for part in piece[1::2]) == ["document", "query"]
+            assert not any("{" in text for piece in run.pieces for text in piece[::2])
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
+def test_templates_hold_newlines_and_no_escapes(entry: ModelEntry) -> None:
+    """A template in single quotes sends a backslash and an n, which costs quality and no error."""
+    instructions = [profile.run.instruction or "" for profile in entry.profiles.values()]
+    for template in (*entry.prompts.values(), *entry.pair, *instructions):
+        assert "\\" not in template
+    if "{instruction}" in "".join((entry.prompts.get("query", ""), *entry.pair)):
+        assert entry.prompts["default_instruction"]
+
+
+def test_instructions_reach_the_queries_and_leave_documents_bare() -> None:
+    resolved = CATALOGUE.resolve("Qwen/Qwen3-Embedding-0.6B")
+    query = run_options(resolved, {"is_query": True})[1].run
+    assert query.prefix == "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+    assert run_options(resolved, {})[1].run.prefix == ""
+    assert run_options(CATALOGUE.resolve("BAAI/bge-m3:banking"), {})[1].run.lora == "saivamshiatukuri/bge-m3-banking77-lora"
+
+
+def test_every_model_type_of_the_table_and_every_entry_meet_once() -> None:
+    named = [model for models in ARCHITECTURES.values() for model in models] + sorted(REMOTE)
+    assert sorted(named) == sorted(ENTRIES)
+
+
+@pytest.mark.parametrize(("model_type", "name"), ARCHITECTURES)
+def test_an_architecture_builds_from_the_class_that_its_family_asks_for(model_type: str, name: str) -> None:
+    entry = ENTRIES[ARCHITECTURES[model_type, name][0]]
+    auto = {
+        "cross-encoder": AutoModelForSequenceClassification, "zero-shot-classifier": AutoModelForSequenceClassification,
+        "decoder-reranker": AutoModelForCausalLM,
+    }.get(entry.family, AutoModelForMaskedLM if set(entry.outputs) == {"sparse"} else AutoModel)  # fmt: skip
+    config = CONFIG_MAPPING[model_type](**(_DISTILBERT if model_type == "distilbert" else _SMALL))
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    assert type(model).__name__ == name.removesuffix(" of GLiNER")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model", sorted(REMOTE | {"GritLM/GritLM-7B"}))
+def test_what_could_not_be_compared_does_not_load_unasked(model: str, tmp_path: Path) -> None:
+    entry = ENTRIES[model]
+    loader = Loader(torch.device("cpu"), WeightSources(tmp_path, False), Settings())
+    with pytest.raises(ModelLoadFailed) as refused:
+        loader.load(Catalogue.resolve_profile(entry, "default", model))
+    assert refused.value.extras["error_class"] == "CERTIFICATE"
+    assert entry.unproven in refused.value.message
+    assert not entry.load.trust_remote_code
+
+
+def test_only_what_the_test_names_is_unproven() -> None:
+    assert {model for model, entry in ENTRIES.items() if entry.unproven} == REMOTE | {"GritLM/GritLM-7B"}
+
+
+# models without a pinned commit
+
+
+def unpinned(**weights: Any) -> ModelEntry:
+    return parse_entry({
+        "id": "org/model", "weights": {"hub": "org/model", **weights}, "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8,
+    })  # fmt: skip
+
+
+def test_a_hub_source_is_pinned_or_says_that_it_is_not() -> None:
+    assert unpinned(unpinned=True).revision == "local"
+    for weights in ({}, {"unpinned": True, "revision": "abc"}):
+        with pytest.raises(ValidationFailed, match="pinned"):
+            unpinned(**weights)
+
+
+def test_a_model_without_a_commit_is_never_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="sie models add org/model --revision COMMIT") as refused:
+        WeightSources(tmp_path, may_download=True).folder(unpinned(unpinned=True))
+    assert refused.value.extras["error_class"] == "NOT_FOUND"
+
+
+def test_a_model_without_a_commit_is_the_only_snapshot_of_the_cache(tmp_path: Path) -> None:
+    snapshots = tmp_path / "hub" / "models--org--model" / "snapshots"
+    sources = WeightSources(tmp_path, may_download=True)
+    for commit in ("aaa", "bbb"):
+        (snapshots / commit).mkdir(parents=True)
+        (snapshots / commit / "config.json").write_text("{}")
+        (snapshots / commit / "model.safetensors").write_bytes(b"")
+        if commit == "aaa":
+            assert sources.folder(unpinned(unpinned=True)) == snapshots / "aaa"
+    with pytest.raises(ModelLoadFailed, match="several snapshots of org/model, aaa, bbb"):
+        sources.folder(unpinned(unpinned=True))
+
+
+def test_an_unknown_profile_of_a_shipped_model_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="default, dense, sparse, multivector, banking, medical-vn"):
+        run_options(CATALOGUE.resolve("BAAI/bge-m3"), {"profile": "none"})
