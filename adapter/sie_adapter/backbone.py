@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from sie_adapter import attention, calibration
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.calibration import KernelTable
 from sie_adapter.device import Compute, uses_varlen_kernel
-from sie_adapter.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Int64, Items, Packed, Positions, pack
 
@@ -49,6 +50,8 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
+        self._stock = compute.backend
+        _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
@@ -59,7 +62,7 @@ class Backbone:
             if compute.device.type == "cpu":
                 block_linears(model)
             self._table = self._choose_kernels()
-        self.attention = compute.backend if self._table else f"{compute.backend} padded"
+        self.attention = compute.backend if self._table else f"{self._stock} padded"
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """Lay out the chosen items with this architecture's positions."""
@@ -106,7 +109,7 @@ class Backbone:
         return hidden[torch.from_numpy(real).to(device)]
 
     def _choose_kernels(self) -> KernelTable | None:
-        stock = "eager" if self._compute.backend == "eager" else "sdpa"
+        stock = self._model.config._attn_implementation  # not every class has sdpa
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
         self._trial: tuple[Packed, Tensor] | None = (sample, reference)
@@ -119,6 +122,7 @@ class Backbone:
                     raise
                 _logger.info("%s does not run packed with %s: %s", type(self._model).__name__, kernel.name, error)
         self._model.set_attn_implementation(stock)
+        self._stock = stock
         return None
 
     def _candidates(self) -> list[Kernel]:
@@ -149,6 +153,15 @@ class Backbone:
         trial, self._trial = self._trial, None
         return trial
 
+    def is_causal(self) -> bool:
+        """Whether the first of some tokens ignores the last, as measured."""
+        sample = self.sample((8,))
+        near = ((sample.ids[-1] + step) % self.vocabulary for step in (1, 2))
+        changed = next(token for token in near if token != self._pad)
+        other = replace(sample, ids=np.append(sample.ids[:-1], changed))
+        before, after = self.forward(sample)[0], self.forward(other)[0]
+        return bool(torch.equal(before, after))
+
     def sample(self, lengths: tuple[int, ...]) -> Packed:
         """Random ids, none of them the pad id: stock code takes that for padding."""
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
@@ -164,6 +177,18 @@ class Backbone:
         blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())
         return int(sum(storage.nbytes() for storage in storages.values()) + blocked)
 
+
+def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse rotary tables that stock code changes with the longest text of a pass: texts would depend on their mates, and threads too."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, dict) else (kind,)
+        short = getattr(module, "original_max_seq_len", None) or getattr(model.config, "max_position_embeddings", None) or max_tokens
+        parameters = getattr(model.config, "rope_parameters", None) or {}
+        short = min(short, parameters.get("original_max_position_embeddings") or short)
+        if max_tokens > short and any(name in ("longrope", "dynamic") for name in kinds):
+            cause = f"its rotary embedding changes past {short} tokens ({kind}): max_tokens may be {short} at most"
+            raise load_failed("INCOMPATIBLE", cause)
 
 
 def _numbering(model: PreTrainedModel) -> Positions:

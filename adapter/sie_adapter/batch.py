@@ -20,6 +20,7 @@ from torch import Tensor
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_out_of_memory
+from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
@@ -62,13 +63,15 @@ class BatchRun:
     """The forward pass and the epilogues of one batch, on the thread that calls `run`, under inference mode."""
 
     def __init__(
-        self, model: TextModel, device: torch.device, message: RunBatch, make_room: Callable[[], bool] = lambda: False
-    ) -> None:
-        """`make_room` evicts an idle model and says whether it did. Raises InvalidInput or InternalFailure for what cannot be run."""
+        self, model: TextModel, device: torch.device, message: RunBatch, make_room: Callable[[], bool] = lambda: False,
+        frontier: Frontier | None = None, key: str = "",
+    ) -> None:  # fmt: skip
+        """`frontier` knows under `key` how much fits; `make_room` evicts an idle model and says whether it did.
+
+        Raises InvalidInput or InternalFailure for what cannot be run.
+        """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
-        if message.lora:
-            raise InvalidInput(f"{message.model} has no LoRA", reason="lora_unsupported", param="lora_id")
         try:
             self._items = items(message.lengths, message.ids, message.types)
         except MalformedBatch as error:
@@ -79,6 +82,8 @@ class BatchRun:
         self._device = device
         self._message = message
         self._make_room = make_room
+        self._frontier = frontier
+        self._key = key
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
         self._queries = np.zeros(count, bool)
@@ -107,7 +112,9 @@ class BatchRun:
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
         self._prepared = self._model.prepare(self._items, self._queries)
-        self._forward(chosen)
+        while len(chosen):
+            part, chosen = split_off(chosen, self._prepared.lengths, self._frontier.limit(self._key) if self._frontier else None)
+            self._forward(part)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
@@ -119,9 +126,9 @@ class BatchRun:
         """Fill what needs no pass; returns the rows that need one."""
         needing = np.zeros(len(self._items.lengths), bool)
         for head, wanted in self._wanted.items():
-            for row in np.flatnonzero(wanted).tolist():
-                if row in self._errors:
-                    continue
+            wanted[list(self._errors)] = False
+            needing |= wanted & ~self._queries
+            for row in np.flatnonzero(wanted & self._queries).tolist():
                 start = int(self._items.starts[row])
                 ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
                 self._rows[head][row] = found = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
@@ -136,8 +143,11 @@ class BatchRun:
         """Fill the rows of the `chosen` items, or their errors."""
         if not len(chosen):
             return
+        tokens = int(self._prepared.lengths[chosen].sum())
         try:
             self._pass(chosen)
+            if self._frontier:
+                self._frontier.fits(self._key, tokens)
             return
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -148,6 +158,8 @@ class BatchRun:
         if self._make_room():
             self._forward(chosen)
             return
+        if self._frontier:
+            self._frontier.failed(self._key, tokens)
         if len(chosen) == 1:
             self._errors[int(chosen[0])] = ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
             return
@@ -221,11 +233,21 @@ class BatchRun:
         places = [row for unit in units for row in unit]
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
+        rows = {head: [self._rows[head][row] for row in places] for head in heads}
+        answers: Answers | None = None
         try:
-            rows = {head: [self._rows[head][row] for row in places] for head in heads}
             answers = self._model.answer(self._message, group, query, rows, places)
         except SIEError as error:
             return [error] * len(units)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if answers is None:  # outside of the handler, as above
+            give_memory_back(self._device)
+            if len(units) == 1:
+                return [ResourceExhausted("the device has too little memory for the outputs of this item alone", reason="out_of_memory")]
+            half = len(units) // 2
+            return self._made(group, shared, units[:half]) + self._made(group, shared, units[half:])
         if len(answers) != len(units):
             raise InternalFailure(f"the family gave {len(answers)} answers for {len(units)} inputs", reason="wrong_length")
         return answers
@@ -257,5 +279,5 @@ def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
     """Two parts of about equal tokens, each of at least one item, the long items apart from the short ones."""
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])
-    cut = int(np.searchsorted(costs, costs[-1] / 2)) or 1
+    cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1
     return ordered[: min(cut, len(ordered) - 1)], ordered[min(cut, len(ordered) - 1) :]

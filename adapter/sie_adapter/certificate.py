@@ -51,6 +51,7 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> C
     digests = _check_digests(folder, entry)
     _check_files(folder, entry)
     with torch.inference_mode():
+        _check_direction(model, resolved)
         packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
         golden = _check_golden(model, entry, compute) if entry.golden else None
     return Certificate(digests, packed, golden, round(time.perf_counter() - started, 3))
@@ -84,6 +85,13 @@ def _check_files(folder: Path, entry: ModelEntry) -> None:
     stored_pooling = read_modules(folder).pooling
     if entry.run.pooling and stored_pooling and entry.run.pooling != stored_pooling:
         raise _refuse(entry, f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored_pooling}")
+
+
+def _check_direction(model: Any, resolved: Resolved) -> None:
+    wanted = resolved.load.causal
+    if wanted is not None and hasattr(model, "backbone") and model.backbone.is_causal() != wanted:
+        cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"
+        raise _refuse(resolved.entry, cause)
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
@@ -127,10 +135,10 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """The least cosine of matching rows. Two zero vectors agree."""
+    """Of two vectors, or the mean of that of matching rows: in 16 bit a single token of a right model may stray. Two zero vectors agree."""
     left, right = left.double(), right.double()
     if left.ndim > 1:
-        return float(F.cosine_similarity(left, right, dim=-1).min()) if len(left) else 1.0
+        return float(F.cosine_similarity(left, right, dim=-1).mean()) if len(left) else 1.0
     if not left.any() and not right.any():
         return 1.0
     return float(F.cosine_similarity(left, right, dim=0))
@@ -148,19 +156,19 @@ def _tau(expected: Sequence[Row], found: Sequence[Row], dtype: torch.dtype) -> f
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """Where the entry's golden vectors lie: a path of its own, or one in the packaged catalogue."""
-    given = Path(entry.golden).expanduser()
-    return given if given.is_absolute() else packaged_folder() / given
+    """Where the entry's golden vectors lie: an absolute path, or one in the packaged catalogue."""
+    return packaged_folder() / entry.golden
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     """Dense vectors of texts against those of the public oracle."""
-    path = golden_file(entry)
-    cases = read_json(path).get("dense") if path.is_file() else None
-    if not cases:
-        raise _refuse(entry, f"its golden vectors {entry.golden} are not there, or hold nothing")
-    found = _encoded(model, entry, [case["text"] for case in cases])
+    cases = read_json(golden_file(entry)).get("dense")
+    if not cases or "dense" not in model.heads:
+        raise _refuse(entry, f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have")
+    found = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)
+    if found.shape != expected.shape:
+        raise _refuse(entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {found.shape[1]}")
     cosines = (found * expected).sum(1) / np.maximum(np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1), 1e-12)
     bound = COSINE.get(compute.dtype, COSINE_16)
     worst = int(cosines.argmin())
@@ -168,6 +176,14 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
         cause = f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the public oracle, bound {bound}"
         raise _refuse(entry, cause)
     return round(float(cosines[worst]), 7)
+
+
+def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
+    """The text of a golden case as it is tokenised: in the prompt of its side if it says `is_query`, else bare."""
+    if "is_query" not in case:
+        return str(case["text"])
+    template = entry.prompts.get("query" if case["is_query"] else "document", "{text}")
+    return template.replace("{instruction}", entry.prompts.get("default_instruction", "")).replace("{text}", case["text"])
 
 
 def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:

@@ -110,11 +110,29 @@ def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
         if tokenizer.eos_token_id is None:
             raise load_failed("INCOMPATIBLE", "load.append_eos is set and the tokenizer has no end token")
-        token = str(tokenizer.eos_token)
-        special = [(token, tokenizer.eos_token_id)]
-        ends = processors.TemplateProcessing(single=f"$A {token}", pair=f"$A {token} $B {token}", special_tokens=special)
-        bare.post_processor = ends if bare.post_processor is None else processors.Sequence([bare.post_processor, ends])
+        return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
     return bare
+
+
+def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
+    """The tokenizer with `token` after each text.
+
+    Its own template is edited: a second one after it would take the parts that the first made for the texts of a pair.
+    """
+    state = json.loads(tokenizer.to_str())
+    given = state["post_processor"]
+    last = given["processors"][-1] if given and given["type"] == "Sequence" else given
+    if last is None or last["type"] == "ByteLevel":
+        ends = processors.TemplateProcessing(single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, number)])
+        tokenizer.post_processor = ends if last is None else processors.Sequence([tokenizer.post_processor, ends])
+        return tokenizer
+    if last["type"] != "TemplateProcessing":
+        raise load_failed("INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended")
+    last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
+    for template in (last["single"], last["pair"]):
+        for place in reversed([place for place, piece in enumerate(template) if "Sequence" in piece]):
+            template.insert(place + 1, {"SpecialToken": {"id": token, "type_id": template[place]["Sequence"]["type_id"]}})
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
@@ -204,7 +222,8 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
     if found != expected or documents[0] not in _MASKED or router.get("parameters", {}).get("route_mappings"):
         said = "; ".join(f"{route}: {', '.join(names)}" for route, names in found.items())
         raise load_failed(
-            "INCOMPATIBLE", f"modules.json lists a Router of {said}; expected query: SparseStaticEmbedding; document: a masked LM, SpladePooling"
+            "INCOMPATIBLE",
+            f"modules.json lists a Router of {said}; expected query: SparseStaticEmbedding; document: a masked LM, SpladePooling",
         )
     weights = tensor(folder / routes["query"][0], "weight")
     return [(kinds[module], folder / module) for module in routes["document"]], weights
@@ -261,5 +280,8 @@ def _dense(folder: Path, config: dict[str, Any]) -> nn.Module:
     if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
         raise load_failed("INCOMPATIBLE", f"{folder.name}: its residual weights are missing or do not have the shape of the others")
     return Projection(
-        linear(weight, bias), _ACTIVATIONS[name](), None if residual is None else linear(residual), adds_input=adds_input and residual is None
+        linear(weight, bias),
+        _ACTIVATIONS[name](),
+        None if residual is None else linear(residual),
+        adds_input=adds_input and residual is None,
     )

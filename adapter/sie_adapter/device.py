@@ -257,10 +257,10 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     """
     give_memory_back(device)  # what the allocator keeps would be used again unseen
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+        held: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
-        return max(0, torch.cuda.max_memory_allocated(device) - before)
+        return max(0, int(torch.cuda.max_memory_allocated(device)) - held)
     watched = device.type == "cpu" and _reset_high_water()
     before = _status_kib("VmRSS") if watched else 0
     run()

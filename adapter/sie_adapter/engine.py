@@ -10,19 +10,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
-from sie_adapter.failure import is_device_fatal
+from sie_adapter.failure import is_device_fatal, is_out_of_memory, lora_failed
+from sie_adapter.footprint import weight_bytes
+from sie_adapter.frontier import Frontier, frontier_key
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
+from sie_adapter.packing import Items
 from sie_adapter.raw import run_raw
 from sie_adapter.residency import Residency
 from sie_adapter.weights import WeightSources
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
-from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
+from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.ipc import Refused, Reply, RunBatch
 from sie_contracts.settings import Settings
 
@@ -52,7 +56,10 @@ class Engine:
             functools.partial(devices.memory, self.device),
             functools.partial(devices.give_memory_back, self.device),
             settings.memory_pressure_threshold_percent,
+            needed_bytes=self._needed_bytes,
+            warm_up=self._warm_up,
         )
+        self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324 texts/s, two processes
         # 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on texts of 8 tokens
         self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
@@ -65,6 +72,20 @@ class Engine:
             self._end_if_lost(error)
             raise
 
+    def _needed_bytes(self, resolved: Resolved) -> int:
+        """Of the weights while they are loaded: on a CPU that is done in float32."""
+        dtype = torch.float32 if self.device.type == "cpu" else self.loader.compute(resolved.load.precision).dtype
+        return weight_bytes(self.loader.sources.folder(resolved.entry), dtype.itemsize)
+
+    def _warm_up(self, weights: Any) -> int:
+        """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes."""
+
+        def once() -> None:
+            with torch.inference_mode():
+                weights.forward(weights.pack(Items(np.array([2]), np.zeros(2, np.int32)), np.arange(1)))
+
+        return devices.peak_of(self.device, once) if hasattr(weights, "pack") else 0
+
     def _end_if_lost(self, error: Exception) -> None:
         """Later answers of a dead context would be errors, or wrong."""
         if is_device_fatal(error):
@@ -75,11 +96,12 @@ class Engine:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
         try:
             with self.residency.use(message.model) as resident:
-                weights = resident.weights
+                weights: Any = resident.weights  # one of the two protocols below
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message)
-                return BatchRun(weights, self.device, message).run()
+                key = frontier_key(resident.fingerprint, weights.precision, devices.label(self.device) or self.device.type)
+                return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:
@@ -92,9 +114,17 @@ class Engine:
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
-                raise LoraLoadFailed(f"{model} takes no LoRA", extras={"lora_id": lora})
-            folder = self.loader.sources.lora_folder(lora, resident.resolved.entry, self._settings.models_dir)
-            loras.load(lora, folder, self._settings.max_loras_per_model)
+                raise lora_failed(lora, f"{model} takes none")
+            try:
+                folder = self.loader.sources.lora_folder(lora, resident.resolved.entry, self._settings.models_dir)
+                loras.load(lora, folder, self._settings.max_loras_per_model)
+            except SIEError:
+                raise
+            except Exception as error:
+                self._end_if_lost(error)
+                _logger.exception("loading the LoRA %s failed", lora[:200])
+                cause = "the device has too little memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+                raise lora_failed(lora, cause) from error
 
     def _log_choices(self, settings: Settings) -> None:
         chosen = self.loader.compute(None)
@@ -123,7 +153,9 @@ class Engine:
 
     def stop(self, timeout_s: float) -> bool:
         """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
-        return self.lanes.stop(timeout_s)
+        ended = self.lanes.stop(timeout_s)
+        self.frontier.save()
+        return ended
 
 
 def prepare_process() -> None:

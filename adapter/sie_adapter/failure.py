@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
 
@@ -16,9 +16,21 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
     return ModelLoadFailed(message, extras={"error_class": error_class})
 
 
+def lora_failed(name: str, cause: str) -> LoraLoadFailed:
+    """A failure to load a LoRA; its name may be a client's."""
+    return LoraLoadFailed(f"the LoRA {name[:200]} could not be loaded: {cause}", extras={"lora_id": name[:200]})
+
+
+# What torch's allocator, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the text is all there is. oneDNN gives no reason
+# for a primitive that it could not make, but one of a model that has run before lacks nothing but memory.
+_CPU_ALLOCATION = ("DefaultCPUAllocator", "could not create a primitive", "could not create a memory", "bad_alloc")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. The CPU allocator raises a bare RuntimeError, so there the text is all there is."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (type(error) is RuntimeError and "DefaultCPUAllocator" in str(error))
+    """Whether an allocation failed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _CPU_ALLOCATION)
 
 
 def is_device_fatal(error: BaseException) -> bool:

@@ -56,19 +56,31 @@ def late_interaction(modules: Modules, given: HeadOptions, *, is_stanford: bool)
     found |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     if given.skip_punctuation is not None:
         found["skipped"] = _PUNCTUATION if given.skip_punctuation else ()
-    expansion: dict[str, Any] = found.get("expansion") or {}
-    if given.query_expansion is not None:
-        expansion = {"length": found.get("query_length") or _EXPANDED, **expansion} if given.query_expansion else {}
-    if expansion and given.query_length:
-        expansion = {**expansion, "length": given.query_length}
-    length = found.get("query_length") or 0
-    if expansion and (expansion.get("strategy", "fixed") == "fixed" or length):
-        length = max(expansion["length"], length if expansion.get("strategy") == "min" else 0)
+    expansion = _expansion(found, given)
+    limit = found.get("query_length") or 0
+    if expansion and expansion.get("strategy", "fixed") == "fixed":
+        limit = expansion["length"]
+    elif expansion and limit:
+        limit = max(limit, expansion["length"])
     attends = expansion.get("attend", False) if given.attend_expansion is None else given.attend_expansion
     return LateInteraction(
-        found.get("query_marker") or "", found.get("document_marker") or "", length, found.get("document_length") or 0,
-        expansion.get("length", 0), expansion.get("token") or "", bool(attends), tuple(found.get("skipped", ())),
+        query_marker=found.get("query_marker") or "", document_marker=found.get("document_marker") or "",
+        query_length=limit, document_length=found.get("document_length") or 0,
+        expanded=expansion.get("length", 0), filler=expansion.get("token") or "", attends=bool(attends),
+        skipped=tuple(found.get("skipped", ())),
     )  # fmt: skip
+
+
+def _expansion(found: dict[str, Any], given: HeadOptions) -> dict[str, Any]:
+    """Empty, or as sentence-transformers' QueryExpansionConfig: length, and maybe strategy, attend, token."""
+    expansion = dict(found.get("expansion") or {})
+    if given.query_expansion is False:
+        return {}
+    if given.query_expansion and not expansion:
+        expansion["length"] = found.get("query_length") or _EXPANDED
+    if expansion and given.query_length:
+        expansion["length"] = given.query_length
+    return expansion
 
 
 def _stanford(folder: Path) -> dict[str, Any]:

@@ -97,9 +97,11 @@ class Loader:
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
         """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""
-        files = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sorted(folder.glob("*")) if path.is_file()]
         entry = resolved.entry
-        facts = (fingerprint(entry, resolved.load, compute.precision), entry.golden, str(entry.weights.digests), model.attention, *files)
+        golden = [certificate.golden_file(entry)] if entry.golden else []
+        read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]
+        files = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in read]
+        facts = (fingerprint(entry, resolved.load, compute.precision), str(entry.weights.digests), model.attention, *files)
         found = self.certificates.get(facts)
         if found is None:
             if len(self.certificates) >= MAX_CERTIFICATES:

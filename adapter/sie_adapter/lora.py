@@ -15,17 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
-from sie_contracts.errors import LoraLoadFailed, LoraLoading
+from sie_adapter.failure import lora_failed
+from sie_contracts.errors import LoraLoading
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."
-# of adapter_config.json: what would change the numbers in another way than the two matrices do
-_UNSUPPORTED = ("use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "alpha_pattern", "trainable_token_indices", "use_qalora")
+# Fields of adapter_config.json that are followed, or say only how it was trained. Any other that is set changes the numbers in another
+# way than the two matrices do.
+_UNDERSTOOD = frozenset({
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform", "layers_pattern",
+    "rank_pattern", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "ensure_weight_tying",
+})  # fmt: skip
+# the initialisations of A and B that leave the weights of the base as they were
+_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+_ALPHA = 8  # of a PEFT configuration that does not say it
 
 
 class _Active(threading.local):
@@ -43,10 +53,15 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
         self.base, self.path = base, path
         self.in_features, self.out_features = base.in_features, base.out_features
 
+    @property
+    def weight(self) -> Tensor:
+        """Of the layer itself, for models that look at it."""
+        return self.base.weight
+
     def forward(self, states: Tensor) -> Tensor:
         found = self.base(states)
         pair = _ACTIVE.pairs.get(self.path) if _ACTIVE.pairs is not None else None
-        return found if pair is None else found + (states @ pair[0].T) @ pair[1].T
+        return found if pair is None else found + F.linear(F.linear(states, pair[0]), pair[1])
 
 
 class Loras:
@@ -73,9 +88,9 @@ class Loras:
             with acting(pairs):
                 changed = self._run()
         if not torch.isfinite(changed).all():
-            raise _failed(name, "its output is not finite")
+            raise lora_failed(name, "its output is not finite")
         if torch.equal(plain, changed):
-            raise _failed(name, "it does not change the output of the model")
+            raise lora_failed(name, "it does not change the output of the model")
         with self._lock:
             self._kept[name] = pairs
             while len(self._kept) > most:
@@ -104,21 +119,18 @@ class Loras:
         config = read_json(folder / "adapter_config.json")
         file = folder / "adapter_model.safetensors"
         if config.get("peft_type") != "LORA" or not file.is_file():
-            raise _failed(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
-        if unsupported := [key for key in _UNSUPPORTED if config.get(key)]:
-            raise _failed(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
-        if config.get("bias", "none") != "none":
-            raise _failed(name, "it changes biases, which is not supported")
+            raise lora_failed(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
+        _check_config(name, config)
         layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
         halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in load_file(file).items():
             path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             path = self._resolved(path, layers)
             if half not in ("lora_A", "lora_B") or not path:
-                raise _failed(name, f"{key} belongs to no linear layer of this model")
+                raise lora_failed(name, f"{key} belongs to no linear layer of this model")
             halves.setdefault(path, {})[half] = tensor
         if not halves:
-            raise _failed(name, "it holds no matrices")
+            raise lora_failed(name, "it holds no matrices")
         return {path: self._scaled(name, path, layers[path], each, config) for path, each in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
@@ -129,17 +141,20 @@ class Loras:
                 return candidate
         return ""
 
-    def _scaled(
-        self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def _scaled(self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if set(halves) != {"lora_A", "lora_B"}:
-            raise _failed(name, f"{path} has only one of its two matrices")
+            raise lora_failed(name, f"{path} has only one of its two matrices")
         first, second = halves["lora_A"], halves["lora_B"]
         rank = len(first)
         if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
             widths = f"{layer.in_features} to {layer.out_features}"
-            raise _failed(name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}")
-        scale = float(config.get("lora_alpha", rank)) / (rank**0.5 if config.get("use_rslora") else rank)
+            raise lora_failed(name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}")
+        ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
+        if rank not in ranks:
+            raise lora_failed(name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}")
+        if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
+            raise lora_failed(name, f"the matrices of {path} are not finite")
+        scale = float(config.get("lora_alpha", _ALPHA)) / (rank**0.5 if config.get("use_rslora") else rank)
         device, dtype = self._compute.device, self._compute.dtype
         return first.to(device, dtype), (second.float() * scale).to(device, dtype)
 
@@ -153,6 +168,18 @@ class Loras:
                     setattr(parent, child, LoraLinear(layer, path))
 
 
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raises LoraLoadFailed for a configuration by which more than the two matrices of each layer change the numbers."""
+    unsupported = sorted(key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"})
+    if unsupported:
+        raise lora_failed(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise lora_failed(name, "it changes biases, which is not supported")
+    if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
+        cause = f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
+        raise lora_failed(name, cause)
+
+
 @contextlib.contextmanager
 def acting(pairs: Pairs) -> Iterator[None]:
     """The passes of this thread run with these matrices."""
@@ -161,7 +188,3 @@ def acting(pairs: Pairs) -> Iterator[None]:
         yield
     finally:
         _ACTIVE.pairs = before
-
-
-def _failed(name: str, cause: str) -> LoraLoadFailed:
-    return LoraLoadFailed(f"the LoRA {name} could not be loaded: {cause}", extras={"lora_id": name})

@@ -1,6 +1,6 @@
 """Models that read texts by themselves: the extraction packages, and adapters of somebody else's.
 
-    RunBatch with texts ──► encode | score | extract of the model, a list in and a list of the same length out ──► BatchDone
+RunBatch with texts ──► encode | score | extract of the model, a list in and a list of the same length out ──► BatchDone
 """
 
 from __future__ import annotations

@@ -72,7 +72,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
-        return msgspec.json.encode([entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load], order="sorted")
+        # a family also keeps what these say: its heads, how rows are made, and limits of its own
+        kept = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
+        return msgspec.json.encode(
+            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *kept], order="sorted"
+        )
 
     return facts(old) == facts(new)
 

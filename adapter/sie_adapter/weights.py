@@ -11,13 +11,12 @@ import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
-from sie_adapter.failure import load_failed
+from sie_adapter.failure import load_failed, lora_failed
 from sie_contracts.catalogue import ModelEntry, Weights
-from sie_contracts.errors import LoraLoadFailed
 from sie_contracts.options import PARAMETERS
 
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md", "artifact.metadata", "sparse_linear.pt", "colbert_linear.pt")
-_PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md", "artifact.metadata", "sparse_linear.pt", "colbert_linear.pt")
+PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,15 @@ class WeightSources:
         raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {'; '.join(looked)}")
 
     def lora_folder(self, name: str, entry: ModelEntry, models_dir: str | None) -> Path:
-        """The folder of a LoRA: a path that the entry names or that lies in `models_dir`, else a hub repository `name` or `name@commit`.
+        """The folder of a LoRA: a path that the entry names or in `models_dir` (./models), else a hub repository `name` or `name@commit`.
 
         Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
         """
-        path = Path(name).expanduser()
+        is_named = name in {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())}
+        path = Path(name).expanduser() if is_named else Path(name)
         if path.is_absolute() or name.startswith("."):
-            named = {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())}
-            within = models_dir is not None and path.resolve().is_relative_to(Path(models_dir).resolve())
-            if name not in named and not within:
-                raise _lora_failed(name, "a path must be named by the model's entry or lie in SIE_MODELS_DIR")
+            if not is_named and not path.resolve().is_relative_to(Path(models_dir or "models").resolve()):
+                raise lora_failed(name, "a path must be named by the model's entry or lie in SIE_MODELS_DIR")
             return path
         repository, _, revision = name.partition("@")
         from huggingface_hub import snapshot_download
@@ -75,11 +73,11 @@ class WeightSources:
                 )  # fmt: skip
                 return Path(found)
             except HFValidationError as error:
-                raise _lora_failed(name, "it is neither a folder nor the name of a hub repository") from error
+                raise lora_failed(name, "it is neither a folder nor the name of a hub repository") from error
             except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
                 cause = error
         allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
-        raise _lora_failed(name, f"not in the local cache, {type(cause).__name__}{allowed}")
+        raise lora_failed(name, f"not in the local cache, {type(cause).__name__}{allowed}")
 
     def _snapshot(self, entry: ModelEntry) -> Path | None:
         """The snapshot of the pinned commit, or the only one that the cache has of a model without a pin."""
@@ -117,7 +115,7 @@ class WeightSources:
         )  # fmt: skip
 
         weights, what = entry.weights, _named(entry.weights)
-        patterns = [*_FILES, *(("*.py",) if entry.load.trust_remote_code else ()), *((_PICKLED,) if entry.family == "gliner" else ())]
+        patterns = [*FILES, *(("*.py",) if entry.load.trust_remote_code else ()), *((PICKLED,) if entry.family == "gliner" else ())]
         try:
             found = snapshot_download(
                 weights.hub, revision=weights.revision, cache_dir=self.cache_folder / "hub",
@@ -132,10 +130,6 @@ class WeightSources:
         if not _is_model(Path(found), entry):
             raise load_failed("INCOMPATIBLE", f"{what} {_lacking(entry)}")
         return Path(found)
-
-
-def _lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    return LoraLoadFailed(f"the LoRA {name[:200]} could not be loaded: {cause}", extras={"lora_id": name[:200]})
 
 
 def package_folder(package: str) -> Path | None:
@@ -153,7 +147,7 @@ def _is_model(folder: Path, entry: ModelEntry) -> bool:
     if entry.family not in PARAMETERS:
         return folder.is_dir()
     if entry.family == "gliner":
-        return (folder / "gliner_config.json").is_file() and (_has_safetensors(folder) or (folder / _PICKLED).is_file())
+        return (folder / "gliner_config.json").is_file() and (_has_safetensors(folder) or (folder / PICKLED).is_file())
     in_subfolder = (folder / "modules.json").is_file() and any(folder.glob("*/*.safetensors"))
     return in_subfolder or ((folder / "config.json").is_file() and _has_safetensors(folder))
 

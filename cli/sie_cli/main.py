@@ -10,6 +10,7 @@ import click
 import msgspec
 
 import sie_contracts
+from sie_cli.models import models
 from sie_cli.options import loaded, refuse, settings_options
 from sie_cli.serve import serve
 from sie_contracts.errors import SIEError
@@ -27,6 +28,7 @@ def main() -> None:
     sie serve                  the whole cluster on this machine
     sie serve --standalone     the same without a broker
     sie settings               every setting, its value and where it came from
+    sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue
     """
 
 
@@ -124,3 +126,4 @@ def standalone(arguments: tuple[str, ...]) -> None:
 
 
 main.add_command(serve)
+main.add_command(models)

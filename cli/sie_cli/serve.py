@@ -1,7 +1,7 @@
 """`sie serve`: the whole cluster on one machine. It starts the same processes as a cluster has and is a second implementation of none.
 
-    nats-server ─► config service, gateways, sidecars, adapters ─► ready ─► warm spares
-    SIGTERM, SIGINT ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
+nats-server ─► config service, gateways, sidecars, adapters ─► ready ─► warm spares
+SIGTERM, SIGINT ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class _Serve:
             f"API     {url}  (docs: {url}/docs, status: {url}/health)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
-            f"try     curl {url}/v1/encode/{EXAMPLE_MODEL} -d '{{\"items\": [{{\"text\": \"Hello\"}}]}}'",
+            f'try     curl {url}/v1/encode/{EXAMPLE_MODEL} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
         ):
             self._say("serve", line)
 

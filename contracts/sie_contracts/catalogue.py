@@ -186,7 +186,7 @@ def parse_entry(raw: object) -> ModelEntry:
     for name, template in entry.prompts.items():
         if name in ("query", "document") and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
-    if entry.pair and not all(sum(field in piece for piece in entry.pair) == 1 for field in ("{query}", "{document}")):
+    if entry.pair and not all(sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")):
         raise _invalid("the pieces need {query} and {document}, once each - at `$.pair`")
     return entry
 
@@ -342,17 +342,19 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
     """One string for all that moves the numbers of a model: weights, pooling, prompts, precision, normalisation, truncation."""
-    facts = {
+    facts: dict[str, object] = {
         "id": entry.id,
         "revision": entry.revision,
         "family": entry.family,
         "max_tokens": entry.max_tokens,
         "outputs": entry.outputs,
         "prompts": entry.prompts,
-        "pair": entry.pair,
-        "head": entry.head,
         "run": entry.run,
         "load": load,
         "precision": precision,
     }
+    if entry.pair:  # where these two say nothing they are left out: the fingerprints of indexes that are in use stay as they are
+        facts["pair"] = entry.pair
+    if entry.head != HeadOptions():
+        facts["head"] = entry.head
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

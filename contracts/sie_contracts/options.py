@@ -138,7 +138,7 @@ def run_options(
     run = RunOptions(**{**common, **merge(entry, defaults, given)})
     on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
     timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unused = given.unused(_USED[operation] | PARAMETERS.get(entry.family, frozenset()))
+    unused = given.unused(_USED[operation] | PARAMETERS.get(entry.family, given.foreign()))
     if unused and strict:
         raise InvalidInput(f"{unused[0]}: no such option of {entry.id} here", reason="unknown_option", param=unused[0])
     warnings = tuple(f"{name}: ignored, no such option of {entry.id} here" for name in unused[:20])
@@ -170,7 +170,7 @@ def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict
     outputs = SCORE_MODES[mode]
     if missing := [name for name in outputs if name not in entry.outputs]:
         raise InvalidInput(f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode")
-    prefix, suffix = _prompt(entry, defaults, given, is_query=False)
+    prefix, suffix = _prompt(entry, defaults, given, is_query=False, instructed=False)
     query_prefix, query_suffix = _prompt(entry, defaults, given, is_query=True)
     return {
         "outputs": outputs, "prefix": prefix, "suffix": suffix, "query_prefix": query_prefix, "query_suffix": query_suffix,
@@ -357,8 +357,11 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -
     return _text(*given.get("instruction")) or defaults.instruction or fallback
 
 
-def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool) -> tuple[str, str]:
-    """What stands before and after the text. The template is cut at its own `{text}` first, so braces of a client mean nothing."""
+def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True) -> tuple[str, str]:
+    """What stands before and after the text; without a template an instruction does, if the text is `instructed`.
+
+    The template is cut at its own `{text}` first, so braces of a client mean nothing.
+    """
     path, own = given.get("query_template" if is_query else "doc_template")
     template = _text(path, own) or entry.prompts.get("query" if is_query else "document", "{text}")
     before, field, after = template.partition("{text}")
@@ -368,7 +371,7 @@ def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_
         filled = _instruction(entry, defaults, given)
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
     chosen = _text(*given.get("instruction")) or defaults.instruction or _text(*given.get("default_instruction"))
-    return (f"{chosen} ", "") if template == "{text}" and chosen else (before, after)
+    return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

@@ -236,7 +236,7 @@ class Settings:
 
     # device and models
     device: str = _row("auto", "SIE_DEVICE", "adapter", DEVICE, "Device of all forward passes; auto takes CUDA, then MPS, then CPU. A named device that is absent is a start error.")
-    models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config", STORE, "Folder of model files laid over the packaged catalogue; ./models is used when it exists. A named folder that is missing is a start error.")
+    models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config adapter", STORE, "Folder of model files laid over the packaged catalogue, and of LoRAs that requests may name by path; ./models is used when it exists. A named folder that is missing is a start error.")
     model_filter: tuple[str, ...] | None = _row(None, "SIE_MODEL_FILTER", "config", LIST, "Only these models are available. An unknown name is a start error.")
     gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar gateway", LABEL, "Overrides the detected GPU label; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
     # weights
@@ -260,7 +260,7 @@ class Settings:
     bulk_max_overtakes: int = _row(4, "SIE_BULK_MAX_OVERTAKES", "sidecar", _whole(0), "How often interactive batches may overtake the oldest bulk batch.")
     key_window_tokens: int = _row(65536, "SIE_KEY_WINDOW_TOKENS", "gateway", _whole(1), "Tokens in the queue per key, lane and priority.", waits_for="fairness between keys")
     adopt_after_ms: int = _row(2000, "SIE_ADOPT_AFTER_MS", "sidecar", _whole(0), "Age of a model's oldest item past which it gets one more host.", waits_for="placement table")
-    swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it.", waits_for="swapping")
+    swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it.")
     # cluster
     nats_url: str | None = _row(None, "SIE_NATS_URL", "gateway sidecar config", _url("nats", "tls"), "Broker. Credentials in it are never shown.")
     gateway_health_mode: str = _row("ws", "SIE_GATEWAY_HEALTH_MODE", "gateway", _choice("ws", "nats"), "Source of worker health; `sie serve` and the chart say nats.", waits_for="websocket health")

@@ -33,7 +33,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "profiles": {"default": {"is_default": True}, **{name: {"is_default": False} for name in entry.profiles}},
         "bundles": [entry.bundle], "worker_count": len(loaded), "workers": loaded,
         "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None, "score_scale": score_scale(entry),
-        "supports_lora": entry.family in LORA_FAMILIES, "prompts": sorted(entry.prompts), "revision": entry.revision, "certificate": certificate,
+        "supports_lora": entry.family in LORA_FAMILIES, "prompts": sorted(entry.prompts), "revision": entry.revision,
+        "certificate": certificate,
         "fingerprint": fingerprint,
     }  # fmt: skip
     if profile != "default":

@@ -95,6 +95,7 @@ class Health:
         if self.worker is None:
             return
         metrics.queue_depth.set(self.worker.depth)
+        metrics.swaps.set(self.worker.hosting.swaps)
         device = self._link.description.device if self._link.description else ""
         for hosted in self.worker.hosting.all():
             metrics.loaded.labels(hosted.name, device).set(1 if hosted.state == "loaded" else 0)

@@ -47,8 +47,13 @@ class Hosted:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
+        self.parked = 0  # of these, what waits before the gate
+        self.gate = asyncio.Event()  # closed while another model waits for this one's memory
+        self.gate.set()
+        self.loaded_s = 0.0
         self.used_s = 0.0  # of the last work that came or went
         self.loading: asyncio.Task[None] | None = None
+        self.loras: set[str] = set()  # that the loaded copy has, unless it dropped one since
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -78,6 +83,7 @@ class Hosted:
     def unload(self) -> None:
         """The adapter does not hold it any more."""
         self._fingerprints.clear()
+        self.loras.clear()
         if self.state == "loaded":
             self.state = "available"
         self.ready = None
@@ -86,11 +92,18 @@ class Hosted:
 class Hosting:
     """All residencies of this worker."""
 
-    def __init__(self, link: AdapterLink, clock: Callable[[], float], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, link: AdapterLink, clock: Callable[[], float], on_change: Callable[[], None], swap_after_s: float = 1.0
+    ) -> None:
+        """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is closed to more."""
+        self.swaps = 0
+        self._swap_after_s = swap_after_s
+        self._quiet = asyncio.Event()  # set when a model has no work left
         self._link = link
         self._clock = clock
         self._on_change = on_change
         self._hosted: dict[str, Hosted] = {}
+        self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -121,17 +134,23 @@ class Hosting:
         """One work item of `hosted` is settled."""
         hosted.held -= 1
         hosted.used_s = self._clock()
+        if hosted.held == hosted.parked:
+            self._quiet.set()
 
     def _on_link(self, connected: bool) -> None:
         if not connected:
             self._told.clear()
             for hosted in self._hosted.values():
                 hosted.unload()
+            self._quiet.set()
         self._on_change()
 
     async def ensure(self, hosted: Hosted) -> None:
-        """Return when the model is loaded. Raises ModelLoadFailed, AdapterGone."""
-        while hosted.state != "loaded":
+        """Return when the model is loaded and its gate is open. Raises ModelLoadFailed, AdapterGone."""
+        while hosted.state != "loaded" or not hosted.gate.is_set():
+            if not hosted.gate.is_set():
+                await self._park(hosted)
+                continue
             if hosted.state == "failed" and hosted.error is not None:
                 permanent = bool(hosted.error.extras.get("permanent"))
                 if permanent or self._clock() - hosted.failed_s < hosted.cool_down_s():
@@ -142,42 +161,81 @@ class Hosting:
             await asyncio.shield(hosted.loading)
 
     async def _load(self, hosted: Hosted) -> None:
-        resolved = hosted.resolved
+        resolved, asked_s = hosted.resolved, self._clock()
         hosted.state = "loading"
         self._on_change()
+        closed: Hosted | None = None
+        try:
+            while (ready := await self._asked_to_load(hosted, resolved)) is None:
+                closed = await self._make_room(hosted, asked_s, closed)
+            if hosted.resolved.entry == resolved.entry:  # else it changed meanwhile: what was loaded is another model
+                self._loaded(hosted, ready)
+        finally:
+            if hosted.state == "loading":
+                hosted.state = "available"
+            if closed is not None:
+                closed.gate.set()
+            hosted.loading = None
+            self._on_change()
+
+    async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
+        """The loaded model, or None if it does not fit beside models that have work. Raises AdapterGone, ModelLoadFailed."""
         evictable = tuple(other.name for other in self.idle(0.0) if other is not hosted)
         question = ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, evictable)
         try:
-            ready = await self._link.ensure_ready(question)
-        except AdapterGone:
-            hosted.state = "available"
-            raise
+            return await self._link.ensure_ready(question)
         except SIEError as error:
-            hosted.attempts += 1
             error_class = error.extras.get("error_class", "UNKNOWN")
+            if error_class == "OOM" and self._busy(hosted):
+                return None
+            hosted.attempts += 1
             permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
             extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
             hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
             hosted.state, hosted.failed_s = "failed", self._clock()
             _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
             raise SIEError.from_info(hosted.error.info()) from error
-        else:
-            if hosted.resolved.entry == resolved.entry:
-                self._loaded(hosted, ready)
-            else:
-                hosted.state = "available"  # the entry changed meanwhile: what was loaded is another model
+
+    async def _park(self, hosted: Hosted) -> None:
+        """Wait before the gate; work that is past it is finished first."""
+        hosted.parked += 1
+        if hosted.held == hosted.parked:
+            self._quiet.set()
+        try:
+            await hosted.gate.wait()
         finally:
-            hosted.loading = None
-            self._on_change()
+            hosted.parked -= 1
+
+    def _busy(self, hosted: Hosted) -> list[Hosted]:
+        """The other loaded models that have work."""
+        return [other for other in self._hosted.values() if other is not hosted and other.state == "loaded" and other.held > other.parked]
+
+    async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
+        """Return when one more loaded model has no work. Once `hosted` has waited `swap_after_s`, the model that was loaded longest ago is
+        closed to new work until `hosted` had its load; returns it."""
+        had_work = self._busy(hosted)
+        while had_work and all(other in self._busy(hosted) for other in had_work):
+            due_s = asked_s + self._swap_after_s - self._clock()
+            if closed is None and due_s <= 0:
+                closed = min(had_work, key=lambda other: other.loaded_s)
+                closed.gate.clear()
+                self.swaps += 1
+                _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
+                continue
+            self._quiet.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet.wait(), due_s if closed is None else None)
+        return closed
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
         self._evicted(ready.evicted)
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
-        hosted.state, hosted.used_s = "loaded", self._clock()
+        hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
         loaded = ready.loaded
         how = f"{loaded.precision}, {loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
+        self.on_loaded(hosted)
 
     def _evicted(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -200,10 +258,10 @@ class Hosting:
             hosted.loading = None
 
     def idle(self, seconds: float) -> list[Hosted]:
-        """Loaded models without work that were last used this long ago."""
+        """Loaded models without work, other than what waits before the gate, that were last used this long ago."""
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
-        return [hosted for hosted in loaded if not hosted.held and hosted.used_s <= before_s]
+        return [hosted for hosted in loaded if hosted.held == hosted.parked and hosted.used_s <= before_s]
 
     async def run(self, idle_evict_s: int | None) -> None:
         """Until cancelled: tell the adapter what may go, hear what went, and unload what was idle for `idle_evict_s` seconds."""

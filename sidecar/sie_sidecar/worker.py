@@ -20,7 +20,7 @@ import numpy as np
 
 from sie_contracts import ipc, messages
 from sie_contracts.broker import Broker, Delivery
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, NotReady, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ModelLoading, NotReady, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, RunOptions, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
@@ -63,8 +63,9 @@ class Worker:
         self._metrics = metrics
         self._clock = clock
         self.leases = Leases(float(settings.ack_wait_s), link.is_fresh, clock)
-        self.hosting = Hosting(link, clock, on_change)
+        self.hosting = Hosting(link, clock, on_change, settings.swap_after_ms / 1000)
         self._loras = Loras(link, clock)
+        self.hosting.on_loaded = lambda hosted: self._work.start(self._loras.preload(hosted), "loras")
         self._settlement = Settlement(broker, self.leases, metrics, clock)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._waiting: Waiting[Held] = Waiting()
@@ -176,15 +177,17 @@ class Worker:
             self.hosting.take(hosted)
         return hosted
 
-    async def _ensure_ready(self, hosted: Hosted, lora: str) -> None:
+    async def _ensure_ready(self, hosted: Hosted, lora: str, *, in_turn: bool = False) -> None:
         """As Hosting.ensure, over any number of adapters: leases bound the wait, not this loop."""
         while True:
             try:
                 await self.hosting.ensure(hosted)
                 if lora:
-                    await self._loras.ensure(hosted, lora)
+                    await self._loras.ensure(hosted, lora, in_turn=in_turn)
             except AdapterGone:
                 await self._link.wait_connected()
+            except ModelLoading:  # evicted before its LoRA came
+                hosted.unload()
             else:
                 return
 
@@ -238,7 +241,8 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), timeout_s)
 
-    async def _run(self, batch: Batch[Held]) -> None:
+    async def _run(self, batch: Batch[Held], *, in_turn: bool = False) -> bool:
+        """Run a batch and answer it, or have it run again. False if its LoRA was not there and it is the caller's `in_turn`."""
         jobs = [job.work for job in batch.jobs]
         sealed_s = self._clock()
         for held in jobs:
@@ -265,8 +269,10 @@ class Worker:
         except SIEError as error:
             if error.code == "MODEL_LOADING":  # evicted since it was prepared
                 self._again(jobs)
-            elif error.code == "LORA_LOADING":
-                self._again(jobs, unloaded=False)
+            elif error.code == "LORA_LOADING":  # dropped for others since
+                if in_turn:
+                    return False
+                self._work.start(self._run_in_turn(batch), "lora")
             else:
                 self._answer_all(jobs, error)
         except Exception:  # the root of a task: what it held must be answered
@@ -276,6 +282,23 @@ class Worker:
             self._sent -= 1
             self._metrics.batches.set(self._sent)
             self._wake.set()
+        return True
+
+    async def _run_in_turn(self, batch: Batch[Held]) -> None:
+        """Load the LoRA of a batch again and run it before another one can take the place."""
+        jobs, lora = [job.work for job in batch.jobs], batch.key.lora
+        hosted = jobs[0].hosted
+        assert hosted is not None
+        try:
+            async with self._loras.turn(hosted):
+                done = False
+                while not done:
+                    hosted.loras.discard(lora)
+                    await self._ensure_ready(hosted, lora, in_turn=True)
+                    self._sent += 1
+                    done = await self._run(batch, in_turn=True)
+        except SIEError as error:
+            self._answer_all(jobs, error)
 
     @staticmethod
     def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
@@ -317,9 +340,9 @@ class Worker:
             self._answer_all(poisoned, InferenceFailed("this input ended the inference process twice", reason="poison"))
         self._again([held for held in jobs if held.deaths < POISON_DEATHS])
 
-    def _again(self, jobs: list[Held], *, unloaded: bool = True) -> None:
+    def _again(self, jobs: list[Held]) -> None:
         for held in jobs:
-            if held.hosted is not None and unloaded:
+            if held.hosted is not None:
                 held.hosted.unload()
             self._work.start(self._once_ready(held), "again")
 

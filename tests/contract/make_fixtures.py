@@ -1,6 +1,7 @@
 """Write the missing fixtures: one encoded example of every message and version.
 
-What is there is never written again: it is what old peers send.
+What is there is never written again: it is what old peers send. Sidecar and adapter share a pod and a version, so of the frames between
+them only those of today's protocol are kept.
 
     python tests/contract/make_fixtures.py
 """
@@ -14,7 +15,7 @@ import msgspec
 
 from sie_contracts import ipc, messages
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.ipc import Group, LoadedModel
+from sie_contracts.ipc import Group, LoadedModel, Rows, Side
 from sie_contracts.messages import (
     ArraySlice,
     BatchNote,
@@ -32,19 +33,26 @@ from sie_contracts.messages import (
     WorkItem,
     WorkResult,
 )
+from sie_contracts.muvera import Muvera
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
 _ERROR = ErrorInfo("MODEL_LOAD_FAILED", "no such file", "load_failed", "model", 3, {"error_class": "NOT_FOUND", "attempts": 2})
 _ENTRY = {"id": "org/model", "weights": {"hub": "org/model", "revision": "abc"}, "family": "f", "outputs": {"dense": 4}, "max_tokens": 8}
-_LOADED = LoadedModel("org/model", "abc", "f00d", "float16", "sdpa", 4096, 1.5)
+_CERTIFICATE = {"digests": ["model.safetensors"], "packed": {"dense": 0.99999}, "golden": None}
+_LOADED = LoadedModel("org/model", "abc", "f00d", "float16", "sdpa", 4096, 1.5, 512, _CERTIFICATE)
 _OUTCOMES = (
     Ok({"dense": ArraySlice("<f4", (2,), 0), "multivector": ArraySlice("<f2", (3, 1), 8)}, tokens=7, truncated=True),
     Failed(_ERROR),
 )
 _BLOCK = bytes(range(14))
+_ASKED = RunOptions(
+    ("multivector",), dtype="int8", is_query=True, muvera=Muvera(10, 4, 8, None, 7, True, True),
+    pieces=(("<q> ", "query", ""), ("<d> ", "document", " </d>")), query_prefix="query: ", query_suffix=" ?", instruction="find",
+    labels=("person", "place"), threshold=0.25, parameters={"flat_ner": False, "score_weights": {"dense": 1.0}},
+)  # fmt: skip
 
-# Every field of every message is set, and to something other than its default.
+# Every field of every message is set to something other than its default, in one example or another.
 EXAMPLES: dict[str, Any] = {
     "work-1": WorkItem(
         request="01a1f797-9264-759d-abab-85f412890591", chunk=3, model="org/model", revision="abc", operation="encode",
@@ -60,30 +68,45 @@ EXAMPLES: dict[str, Any] = {
         ),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2),
     ),
+    "work-1-verbs": WorkItem(
+        request="01a1f797", chunk=0, model="org/model", revision="abc", operation="score", inputs=(Input("first"),), options=_ASKED,
+        reply="sie.result.1", budget_ms=30_000, query=Input("what is first?"),
+    ),
+    "result-1-verbs": WorkResult(
+        request="01a1f797", chunk=0, worker="w1",
+        outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
+    ),
     "confirm-1": Confirmation("duplicate"),
     "heartbeat-1": Heartbeat(
         worker="w1", pool="_default", machine_profile="l4", bundle="vision", ready=True, version="0.1.0", leaving=True, gpu_count=2,
         gpu="NVIDIA L4", device="cuda:0", memory_used_bytes=5, memory_total_bytes=10, queue_depth=4, config_epoch="a:7",
         models=(ModelStatus("org/model", "failed", 4096, 2, "f00d", _ERROR),),
     ),
-    "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
-    "ipc1-Ping": ipc.Ping(),
-    "ipc1-Describe": ipc.Describe(),
-    "ipc1-EnsureReady": ipc.EnsureReady("org/model:fast", _ENTRY, "fast", ("org/other",)),
-    "ipc1-Release": ipc.Release("org/model"),
-    "ipc1-RunBatch": ipc.RunBatch(
-        "w1-7", "org/model", "encode", b"\x02\x00\x00\x00\x01\x00\x00\x00", b"\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00",
-        (Group(0, 1, RunOptions(("sparse",), False, 64)), Group(1, 2)), "cls", "lora", "00-0a-b7-01",
+    "heartbeat-1-certificate": Heartbeat(
+        worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
+        models=(ModelStatus("org/model", "loaded", certificate=_CERTIFICATE),),
     ),
-    "ipc1-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
-    "ipc1-Drain": ipc.Drain(),
-    "ipc1-Pong": ipc.Pong(4711, 0.25, 99),
-    "ipc1-Description": ipc.Description(1, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
-    "ipc1-Ready": ipc.Ready(_LOADED, b'{"model": {}}', 512, 1.25, ("org/other",)),
-    "ipc1-BatchStarted": ipc.BatchStarted("w1-7"),
-    "ipc1-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
-    "ipc1-Done": ipc.Done(),
-    "ipc1-Refused": ipc.Refused(_ERROR, "w1-7"),
+    "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
+    "ipc2-Ping": ipc.Ping(("org/model",)),
+    "ipc2-Describe": ipc.Describe(),
+    "ipc2-EnsureReady": ipc.EnsureReady("org/model:fast", _ENTRY, "fast", ("org/other",)),
+    "ipc2-EnsureLora": ipc.EnsureLora("org/model", "org/lora@abc"),
+    "ipc2-Release": ipc.Release("org/model"),
+    "ipc2-RunBatch": ipc.RunBatch(
+        "w1-7", "org/model", "extract", b"\x02\x00\x00\x00\x01\x00\x00\x00", b"\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00",
+        (Group(0, 1, _ASKED, 3), Group(1, 2)), b"\x00\x01\x00", ("a text", "é"), bytes(range(24)), "cls", "lora", "00-0a-b7-01",
+    ),
+    "ipc2-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
+    "ipc2-Drain": ipc.Drain(),
+    "ipc2-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
+    "ipc2-Description": ipc.Description(2, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
+    "ipc2-Ready": ipc.Ready(
+        _LOADED, b'{"model": {}}', 512, {"score": Rows("sides", Side(3, 32, 32, False), Side(4, 300))}, 1.25, ("org/other",)
+    ),
+    "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
+    "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
+    "ipc2-Done": ipc.Done(),
+    "ipc2-Refused": ipc.Refused(_ERROR, "w1-7"),
     "export-1": ConfigExport(
         "a:7", (ConfigModel("org/model", _ENTRY, 7, ("default",), "id: org/model\n"),), ({"id": "default"},), 2, "2026-01-01T00:00:00+00:00"
     ),

@@ -26,12 +26,13 @@ import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 from unit.adapter import toys
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import Failed, Ok
+from sie_contracts.messages import Failed, Ok, Operation, RunOptions
 
 MODEL = "mini"
 MAX_TOKENS = 256
@@ -173,11 +174,11 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def batch(sequences: list[list[int]], model: str = MODEL, **changes: Any) -> ipc.RunBatch:
+def batch(sequences: list[list[int]], model: str = MODEL, operation: Operation = "encode", **changes: Any) -> ipc.RunBatch:
     fields: dict[str, Any] = {"groups": (ipc.Group(0, len(sequences)),), "batch": "b", **changes}
     lengths = np.array([len(ids) for ids in sequences], "<i4").tobytes()
     ids = np.array([token for ids in sequences for token in ids], "<i4").tobytes()
-    return ipc.RunBatch(model=model, operation="encode", lengths=lengths, ids=ids, **fields)
+    return ipc.RunBatch(model=model, operation=operation, lengths=lengths, ids=ids, **fields)
 
 
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -237,7 +238,7 @@ def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokeniz
 def test_options_of_a_group_apply_to_its_items_only(client: Client, tokenizer: Tokenizer) -> None:
     """W18."""
     texts = oracle.ragged_texts(4, 3)
-    groups = (ipc.Group(0, 1), ipc.Group(1, 2, messages.RunOptions(dimensions=64)), ipc.Group(2, 4, messages.RunOptions(normalize=False)))
+    groups = (ipc.Group(0, 1), ipc.Group(1, 2, RunOptions(dimensions=64)), ipc.Group(2, 4, RunOptions(normalize=False)))
     done = client.run(batch(token_ids(tokenizer, texts), groups=groups))
     arrays = [outcome.outputs["dense"] for outcome in done.outcomes if isinstance(outcome, Ok)]
     got = [np.frombuffer(done.block, "<f4", array.shape[0], array.offset) for array in arrays]
@@ -273,8 +274,7 @@ def test_an_overflow_is_an_error_of_its_item_and_the_mates_are_right(client: Cli
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings.position_embeddings.weight"][270] = torch.inf
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    entry = {"id": "toy", "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280}
-    client.load("toy", {**entry, "run": {"pooling": "mean"}})
+    client.load("toy", toy(folder, run={"pooling": "mean"}))
     sequences = [ids.tolist() for ids in toys.random_ids([5, 275, 9])]
     done = client.run(batch(sequences, "toy"))
     assert [type(outcome) for outcome in done.outcomes] == [Ok, Failed, Ok]
@@ -362,15 +362,107 @@ def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
     return raised.value.error
 
 
-def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tokenizer: Tokenizer) -> None:
-    first = client.load("passing").loaded.fingerprint
-    assert client.ask(ipc.ApplyConfig("passing", {**ENTRY, "run": {"pooling": "cls"}})) == ipc.Done()
-    changed = client.load("passing", {**ENTRY, "run": {"pooling": "cls"}})
-    assert changed.loaded.fingerprint != first
-    cls = encode(client, tokenizer, ["test"], model="passing")
-    assert np.abs(cls[0, :3] - GOLDEN["test"]).max() > 0.01
+def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tmp_path: Path) -> None:
+    """C6: 1. a model pools by the mean; 2. its entry says otherwise; 3. what is answered, and the fingerprint, are of the new one."""
+    entry = toy(toys.save(tmp_path / "toy", "bert"))
+    sequence = toys.random_ids([9])[0].tolist()
+    first = client.load("passing", entry)
+    mean = vectors(client.run(batch([sequence], "passing")))
+    assert client.ask(ipc.ApplyConfig("passing", {**entry, "run": {"pooling": "cls"}})) == ipc.Done()
+    changed = client.load("passing", {**entry, "run": {"pooling": "cls"}})
+    assert changed.loaded.fingerprint != first.loaded.fingerprint
+    cls = vectors(client.run(batch([sequence], "passing")))
+    assert np.abs(cls - mean).max() > 0.01
+    np.testing.assert_allclose(cls, vectors(client.run(batch([sequence], "passing", pooling="cls"))), atol=1e-6)
+    np.testing.assert_allclose(mean, vectors(client.run(batch([sequence], "passing", pooling="mean"))), atol=1e-6)
     assert client.ask(ipc.Release("passing")) == ipc.Done()
     assert refusal(client, batch([[101, 102]], "passing")).code == "MODEL_LOADING"
+
+
+# the other verbs
+
+
+def toy(folder: Path, **changes: Any) -> dict[str, Any]:
+    fields = {"id": folder.name, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280}
+    return {**fields, **changes}
+
+
+def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> None:
+    assert client.load().rows == {"encode": ipc.Rows("text")}
+    folder = toys.save(tmp_path / "toy", "bert")
+    late = toy(folder, outputs={"multivector": 32}, head={"query_length": 8, "document_marker": "w3", "document_length": 20})
+    ready = client.load("late", late)
+    query, document = ipc.Side(limit=8), ipc.Side(marker=3, limit=20)
+    assert ready.rows == {"encode": ipc.Rows("text", query, document), "score": ipc.Rows("sides", query, document)}
+
+
+def test_pairs_are_scored_like_the_stock_model(client: Client, tmp_path: Path) -> None:
+    """W3: with the token types of a pair."""
+    folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification, num_labels=1)
+    ready = client.load("cross", toy(folder, family="cross-encoder", outputs={"score": 0}))
+    assert ready.rows == {"score": ipc.Rows("pair")}
+    sequences = [ids.tolist() for ids in toys.random_ids([12, 5, 30])]
+    types = [[0] * 4 + [1] * (len(ids) - 4) for ids in sequences]
+    asked = batch(
+        sequences,
+        "cross",
+        "score",
+        types=bytes(kind for kinds in types for kind in kinds),
+        groups=(ipc.Group(0, 3, RunOptions(outputs=())),),
+    )
+    done = client.run(asked)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits = [
+            model(input_ids=torch.tensor([ids]), token_type_ids=torch.tensor([kinds])).logits[0, 0]
+            for ids, kinds in zip(sequences, types, strict=True)
+        ]
+    expected = torch.sigmoid(torch.stack(logits)).tolist()
+    assert len({round(score, 4) for score in expected}) == 3
+    np.testing.assert_allclose([outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)], expected, atol=1e-5)
+    assert done.block == b""
+
+
+def test_a_query_is_scored_against_its_documents_and_a_bad_one_fails_only_its_own(client: Client, tmp_path: Path) -> None:
+    client.load("late", toy(toys.save(tmp_path / "toy", "bert"), outputs={"multivector": 32}))
+    rows = [ids.tolist() for ids in toys.random_ids([4, 9, 6])]
+    options = RunOptions(outputs=("multivector",))
+    done = client.run(batch([*rows, [1 << 20], rows[1]], "late", "score", groups=(ipc.Group(0, 3, options), ipc.Group(3, 5, options))))
+    scores = [outcome.score if isinstance(outcome, Ok) else outcome.error.reason for outcome in done.outcomes]
+    encoded = client.run(batch(rows, "late", groups=(ipc.Group(0, 3, options),)))
+    query, *documents = [np.frombuffer(encoded.block, "<f4").reshape(-1, 32)[first:last] for first, last in ((0, 4), (4, 13), (13, 19))]
+    expected = [(query @ document.T).max(1).sum() for document in documents]
+    np.testing.assert_allclose(scores[:2], expected, rtol=1e-5)
+    assert scores[2:] == ["token_out_of_range"]
+
+
+def test_entities_come_with_their_place_in_the_text(client: Client, tmp_path: Path) -> None:
+    labels = {0: "O", 1: "B-x", 2: "I-x"}
+    numbers = {label: number for number, label in labels.items()}
+    folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForTokenClassification, id2label=labels, label2id=numbers)
+    ready = client.load("ner", toy(folder, family="token-classifier", outputs={"entities": 0}))
+    assert ready.rows == {"extract": ipc.Rows("spans")}
+    text = "w7 é w9 w20 w33"
+    places = [(0, 2), (3, 4), (5, 7), (8, 11), (12, 15)]
+    ids = [7, 119, 9, 20, 33]
+    offsets = np.array(places, "<i4").tobytes()
+    done = client.run(batch([ids], "ner", "extract", texts=(text,), offsets=offsets, groups=(ipc.Group(0, 1, RunOptions(outputs=())),)))
+    (outcome,) = done.outcomes
+    assert isinstance(outcome, Ok)
+    assert outcome.data is not None
+    model = AutoModelForTokenClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        kinds = model(input_ids=torch.tensor([ids])).logits[0].argmax(1).tolist()
+    tagged = {place for place, kind in zip(places, kinds, strict=True) if kind}
+    found = outcome.data["entities"]
+    assert found
+    assert {(start, end) for start, end in places for entity in found if entity["start"] <= start and end <= entity["end"]} == tagged
+    assert all(entity["text"] == text[entity["start"] : entity["end"]] for entity in found)
+
+
+def test_a_lora_that_is_not_there_is_refused(client: Client) -> None:
+    assert refusal(client, ipc.EnsureLora(MODEL, "/nowhere")).code == "LORA_LOAD_FAILED"
+    assert refusal(client, batch([[101, 102]], lora="absent")).code == "LORA_LOADING"
 
 
 def test_pings_are_quick_while_large_batches_and_a_load_run(adapter: Adapter, client: Client) -> None:

@@ -1,11 +1,13 @@
 """Messages of every released version: old bytes with new types, new bytes with old types.
 
-`V1...` are the readers of version 1, declared here once and never changed: what they need must stay as it is.
+`V1...` are the readers of version 1, declared here once and never changed: what they need must stay as it is. `Verbs...` are those that
+know scores and extraction as well. `P2...` read what sidecar and adapter of protocol 2 say to each other; a next protocol replaces them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from make_fixtures import EXAMPLES, FIXTURES, encoded, path_of
 
 from sie_contracts import ipc, messages
-from sie_contracts.messages import ConfigExport
+from sie_contracts.messages import ConfigExport, Ok, RunOptions
 
 
 class V1Error(msgspec.Struct):
@@ -168,15 +170,76 @@ class V1Export(msgspec.Struct):
     generated_at: str = ""
 
 
-class V1Group(msgspec.Struct):
+class VerbsMuvera(msgspec.Struct):
+    num_repetitions: int = 40
+    num_simhash_projections: int = 6
+    projection_dim: int | None = None
+    final_projection_dim: int | None = 10240
+    seed: int = 42
+    normalize: bool = False
+    fill_empty_partitions: bool = False
+
+
+class VerbsOptions(V1Options):
+    dtype: str = "float32"
+    is_query: bool = False
+    muvera: VerbsMuvera | None = None
+    pieces: tuple[tuple[str, ...], ...] = ()
+    query_prefix: str = ""
+    query_suffix: str = ""
+    instruction: str = ""
+    labels: tuple[str, ...] = ()
+    threshold: float | None = None
+    parameters: dict[str, Any] = {}
+
+
+class VerbsWork(msgspec.Struct, tag="work/1"):
+    request: str
+    chunk: int
+    model: str
+    revision: str
+    operation: str
+    inputs: tuple[V1Input, ...]
+    options: VerbsOptions
+    reply: str
+    budget_ms: int
+    query: V1Input | None = None
+
+
+class VerbsOk(V1Ok, tag="ok"):
+    score: float | None = None
+    data: dict[str, Any] | None = None
+
+
+class VerbsResult(msgspec.Struct, tag="result/1"):
+    request: str
+    chunk: int
+    worker: str
+    outcomes: tuple[VerbsOk | V1Failed, ...]
+
+
+class CertificateStatus(V1Status):
+    certificate: dict[str, Any] | None = None
+
+
+class CertificateHeartbeat(msgspec.Struct, tag="heartbeat/1"):
+    worker: str
+    pool: str
+    machine_profile: str
+    bundle: str
+    ready: bool
+    version: str
+    models: tuple[CertificateStatus, ...] = ()
+
+
+class P2Group(msgspec.Struct):
     start: int
     stop: int
-    outputs: tuple[str, ...] = ("dense",)
-    normalize: bool = True
-    dimensions: int = 0
+    options: VerbsOptions = msgspec.field(default_factory=VerbsOptions)
+    inputs: int = -1
 
 
-class V1Loaded(msgspec.Struct):
+class P2Loaded(msgspec.Struct):
     model: str
     revision: str
     fingerprint: str
@@ -184,55 +247,79 @@ class V1Loaded(msgspec.Struct):
     attention: str
     memory_bytes: int = 0
     idle_s: float = 0.0
+    peak_bytes: int = 0
+    certificate: dict[str, Any] = {}
 
 
-class V1Ping(msgspec.Struct, tag="Ping"):
+class P2Side(msgspec.Struct):
+    marker: int = -1
+    limit: int = 0
+    expanded: int = 0
+    special: bool = True
+
+
+class P2Rows(msgspec.Struct):
+    layout: str = "text"
+    query: P2Side = msgspec.field(default_factory=P2Side)
+    document: P2Side = msgspec.field(default_factory=P2Side)
+
+
+class P2Ping(msgspec.Struct, tag="Ping"):
+    idle: tuple[str, ...] | None = None
+
+
+class P2Describe(msgspec.Struct, tag="Describe"):
     pass
 
 
-class V1Describe(msgspec.Struct, tag="Describe"):
-    pass
-
-
-class V1EnsureReady(msgspec.Struct, tag="EnsureReady"):
+class P2EnsureReady(msgspec.Struct, tag="EnsureReady"):
     model: str
     entry: dict[str, Any]
     profile: str = "default"
     evictable: tuple[str, ...] = ()
 
 
-class V1Release(msgspec.Struct, tag="Release"):
+class P2EnsureLora(msgspec.Struct, tag="EnsureLora"):
+    model: str
+    lora: str
+
+
+class P2Release(msgspec.Struct, tag="Release"):
     model: str
 
 
-class V1RunBatch(msgspec.Struct, tag="RunBatch"):
+class P2RunBatch(msgspec.Struct, tag="RunBatch"):
     batch: str
     model: str
     operation: str
     lengths: bytes
     ids: bytes
-    epilogues: tuple[V1Group, ...]
+    groups: tuple[P2Group, ...]
+    types: bytes = b""
+    texts: tuple[str, ...] = ()
+    offsets: bytes = b""
     pooling: str = ""
     lora: str = ""
     traceparent: str = ""
 
 
-class V1ApplyConfig(msgspec.Struct, tag="ApplyConfig"):
+class P2ApplyConfig(msgspec.Struct, tag="ApplyConfig"):
     model: str
     entry: dict[str, Any] | None = None
 
 
-class V1Drain(msgspec.Struct, tag="Drain"):
+class P2Drain(msgspec.Struct, tag="Drain"):
     pass
 
 
-class V1Pong(msgspec.Struct, tag="Pong"):
+class P2Pong(msgspec.Struct, tag="Pong"):
     pid: int
     busy_s: float = 0.0
     batches: int = 0
+    evicted: tuple[str, ...] = ()
 
 
-class V1Description(msgspec.Struct, tag="Description"):
+class P2Description(msgspec.Struct, tag="Description"):
     protocol: int
     pid: int
     device: str
@@ -241,45 +328,49 @@ class V1Description(msgspec.Struct, tag="Description"):
     gpu: str = ""
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
-    models: tuple[V1Loaded, ...] = ()
+    models: tuple[P2Loaded, ...] = ()
 
 
-class V1Ready(msgspec.Struct, tag="Ready"):
-    loaded: V1Loaded
+class P2Ready(msgspec.Struct, tag="Ready"):
+    loaded: P2Loaded
     tokenizer: bytes
     max_tokens: int
+    rows: dict[str, P2Rows] = {}
     load_s: float = 0.0
     evicted: tuple[str, ...] = ()
 
 
-class V1BatchStarted(msgspec.Struct, tag="BatchStarted"):
+class P2BatchStarted(msgspec.Struct, tag="BatchStarted"):
     batch: str
 
 
-class V1BatchDone(msgspec.Struct, tag="BatchDone"):
+class P2BatchDone(msgspec.Struct, tag="BatchDone"):
     batch: str
-    outcomes: tuple[V1Ok | V1Failed, ...]
+    outcomes: tuple[VerbsOk | V1Failed, ...]
     block: bytes
     inference_ms: float
     postprocess_ms: float = 0.0
 
 
-class V1Done(msgspec.Struct, tag="Done"):
+class P2Done(msgspec.Struct, tag="Done"):
     pass
 
 
-class V1Refused(msgspec.Struct, tag="Refused"):
+class P2Refused(msgspec.Struct, tag="Refused"):
     error: V1Error
     batch: str = ""
 
 
 OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1": V1Work, "result-1": V1Result, "confirm-1": V1Confirmation, "heartbeat-1": V1Heartbeat, "delta-1": V1Delta,
-    "export-1": V1Export, "ipc1-Ping": V1Ping, "ipc1-Describe": V1Describe, "ipc1-EnsureReady": V1EnsureReady,
-    "ipc1-Release": V1Release, "ipc1-RunBatch": V1RunBatch, "ipc1-ApplyConfig": V1ApplyConfig, "ipc1-Drain": V1Drain,
-    "ipc1-Pong": V1Pong, "ipc1-Description": V1Description, "ipc1-Ready": V1Ready, "ipc1-BatchStarted": V1BatchStarted,
-    "ipc1-BatchDone": V1BatchDone, "ipc1-Done": V1Done, "ipc1-Refused": V1Refused,
+    "export-1": V1Export, "work-1-verbs": VerbsWork, "result-1-verbs": VerbsResult, "heartbeat-1-certificate": CertificateHeartbeat,
+    "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
+    "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
+    "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
+    "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Refused": P2Refused,
 }  # fmt: skip
+# what is sent today is also sent to those who know less of it
+OLDER_READERS = {"work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat}
 
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -296,10 +387,19 @@ def decode(name: str, data: bytes, kind: Any = None) -> Any:
     return ipc.request(data) if asked else ipc.reply(data)
 
 
-def newer(value: Any) -> Any:
+# maps of anything, where another key is another value
+_DATA = {"entry", "parameters", "data", "extras", "model_config", "bundles", "certificate"}
+_NAMED = {"outputs", "rows"}  # maps from names that are data to structs
+
+
+def newer(value: Any, key: str = "") -> Any:
     """The same message from a sender that knows more: a further field in every map, a further element in every array slice."""
+    if key in _DATA:
+        return value
     if isinstance(value, dict):
-        return {**{key: newer(item) for key, item in value.items()}, "field_of_the_future": {"nested": [1, "x"]}}
+        if key in _NAMED:
+            return {name: [*item, "element of the future"] if isinstance(item, list) else newer(item) for name, item in value.items()}
+        return {**{name: newer(item, name) for name, item in value.items()}, "field_of_the_future": {"nested": [1, "x"]}}
     if isinstance(value, list):
         return [newer(item) for item in value]
     return value
@@ -307,30 +407,22 @@ def newer(value: Any) -> Any:
 
 def newer_bytes(name: str) -> bytes:
     codec: Any = msgspec.json if name.startswith("export") else msgspec.msgpack
-    raw = codec.decode(path_of(name).read_bytes())
-    for key in ("entry", "outputs"):  # maps whose keys are data: a further one would be another value
-        if isinstance(raw.get(key), dict):
-            raw[key] = _Kept(raw[key])
-    for outcome in raw.get("outcomes", []):
-        if "outputs" in outcome:
-            outcome["outputs"] = _Kept({output: [*piece, "element of the future"] for output, piece in outcome["outputs"].items()})
-        if "error" in outcome:
-            outcome["error"]["extras"] = _Kept(outcome["error"]["extras"])
-    for status in [raw, *raw.get("models", [])]:
-        if isinstance(status.get("error"), dict) and "extras" in status["error"]:
-            status["error"]["extras"] = _Kept(status["error"]["extras"])
-        if "model_config" in status:
-            status["model_config"] = _Kept(status["model_config"])
-    if "bundles" in raw:
-        raw["bundles"] = _Kept(raw["bundles"])
-    return bytes(codec.Encoder(enc_hook=lambda kept: kept.value).encode(newer(raw)))
+    return bytes(codec.encode(newer(codec.decode(path_of(name).read_bytes()))))
 
 
-class _Kept:
-    """Something that `newer` leaves as it is."""
+def default_of(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+
+def structs_in(value: Any) -> Iterator[msgspec.Struct]:
+    """All structs of a message, at any depth."""
+    if isinstance(value, msgspec.Struct):
+        yield value
+        for name in value.__struct_fields__:
+            yield from structs_in(getattr(value, name))
+    elif isinstance(value, tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from structs_in(item)
 
 
 def test_every_message_of_today_has_a_fixture_and_no_fixture_is_left_over() -> None:
@@ -347,14 +439,14 @@ def test_old_bytes_mean_the_same_to_the_types_of_today(name: str) -> None:
     assert decode(name, path_of(name).read_bytes()) == EXAMPLES[name]
 
 
-@each_fixture
-def test_an_example_sets_every_field_to_something_of_its_own(name: str) -> None:
-    """A field that holds its default in the example would not be in the bytes, and nothing would be proven of it."""
-    example, old = EXAMPLES[name], OLD_READERS[name]
-    for field in msgspec.structs.fields(old):
-        if not field.required:
-            today = {each.name: each for each in msgspec.structs.fields(type(example))}[field.name]
-            assert getattr(example, field.name) != today.default, field.name
+def test_every_field_of_every_message_is_set_in_an_example() -> None:
+    """A field that holds its default would not be in the bytes, and nothing would be proven of it."""
+    given, unset = set(), set()
+    for found in (found for example in EXAMPLES.values() for found in structs_in(example)):
+        for field in msgspec.structs.fields(found):
+            known = field.required or getattr(found, field.name) != default_of(field)
+            (given if known else unset).add(f"{type(found).__name__}.{field.name}")
+    assert unset - given == set()
 
 
 @each_fixture
@@ -382,6 +474,24 @@ def agrees(old: Any, today: Any) -> bool:
     return bool(old == today)
 
 
+@pytest.mark.parametrize("name", OLDER_READERS)
+def test_a_reader_of_the_first_release_reads_what_it_knows_of_a_later_message(name: str) -> None:
+    """P2."""
+    for data in (path_of(name).read_bytes(), encoded(name), newer_bytes(name)):
+        assert agrees(decode(name, data, OLDER_READERS[name]), EXAMPLES[name])
+
+
+def test_what_the_first_release_sent_asks_for_nothing_that_came_later() -> None:
+    """P2: a chunk of an old gateway is run as the old worker ran it."""
+    work = messages.decode_work(path_of("work-1").read_bytes())
+    later = [field for field in msgspec.structs.fields(RunOptions) if field.name not in V1Options.__struct_fields__]
+    assert later
+    assert all(getattr(work.options, field.name) == default_of(field) for field in later)
+    assert work.query is None
+    outcomes = messages.decode_result(path_of("result-1").read_bytes()).outcomes
+    assert all(outcome.score is None and outcome.data is None for outcome in outcomes if isinstance(outcome, Ok))
+
+
 @each_fixture
 def test_a_field_was_only_ever_added_and_has_a_default(name: str) -> None:
     """P2: nothing is renamed, nothing that was optional is demanded."""
@@ -398,7 +508,7 @@ def test_a_message_of_the_required_fields_alone_is_read(name: str) -> None:
     required = {field.encode_name for field in msgspec.structs.fields(type(EXAMPLES[name])) if field.required}
     found = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
     for field in msgspec.structs.fields(type(EXAMPLES[name])):
-        assert getattr(found, field.name) == (getattr(EXAMPLES[name], field.name) if field.required else field.default)
+        assert getattr(found, field.name) == (getattr(EXAMPLES[name], field.name) if field.required else default_of(field))
 
 
 @pytest.mark.parametrize("tag", ["work/2", "Work", "", None])
@@ -413,9 +523,9 @@ def test_a_message_of_another_kind_or_version_is_refused_and_not_guessed(tag: st
 
 def test_a_reply_is_no_request() -> None:
     with pytest.raises(ipc.FrameError):
-        ipc.request(path_of("ipc1-Pong").read_bytes())
+        ipc.request(path_of("ipc2-Pong").read_bytes())
     with pytest.raises(ipc.FrameError):
-        ipc.reply(path_of("ipc1-Ping").read_bytes())
+        ipc.reply(path_of("ipc2-Ping").read_bytes())
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, -1])

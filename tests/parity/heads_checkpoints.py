@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from oracle import WORDS
-from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, Architecture, Module, build
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, Architecture, Module, add_modules, build, pooling
+from parity.tokenizer_recipes import TokenizerRecipe
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 MARKS = (".", ",", "(", ")", "'", "-")
@@ -102,9 +105,9 @@ def with_markers(name: str, markers: Sequence[str] = ("[Q] ", "[D] ")) -> Archit
     return replace(architecture, tokenizer=recipe)
 
 
-def pylate(folder: Path, architecture: Architecture, projections: Sequence[Module], config: dict[str, Any], **fields: Any) -> Path:
+def pylate(folder: Path, architecture: Architecture, projections: Sequence[Module], config: dict[str, Any]) -> Path:
     """A folder as PyLate saves it: Transformer and Dense modules, everything else in config_sentence_transformers.json."""
-    build(folder, architecture, **fields)
+    build(folder, architecture)
     rows = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for number, module in enumerate(projections, 1):
         place = folder / f"{number}_Dense"
@@ -126,3 +129,43 @@ def residual(module: Module, seed: int = 9) -> Module:
     if width != output:
         tensors["residual.weight"] = torch.randn(output, width, generator=torch.Generator().manual_seed(seed)) * width**-0.5
     return replace(module, config={**module.config, "use_residual": True}, tensors=tensors)
+
+
+class _FixedUnigram(TokenizerRecipe):
+    """A unigram vocabulary that is written down: a trained one differs a little from one process to the next."""
+
+    def train(self) -> Tokenizer:
+        pieces = [(token, 0.0) for token in self.specials]
+        pieces += [(f"▁{word}", -3.0 - number / 100) for number, word in enumerate(WORDS)]
+        pieces += [(letter, -9.0 - number / 100) for number, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz.,()'-")]
+        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=self.vocabulary["<unk>"]))
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=self.single, pair=self.pair, special_tokens=list(self.vocabulary.items())
+        )
+        return tokenizer
+
+
+M3_WIDTH = 32
+M3_TOKENS = 64
+
+
+def bge_m3(folder: Path) -> Path:
+    """As BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is the same in any environment."""
+    large = ARCHITECTURES["xlm-roberta"]
+    recipe = _FixedUnigram(**{field.name: getattr(large.tokenizer, field.name) for field in fields(large.tokenizer) if field.init})
+    small = {"hidden_size": M3_WIDTH, "max_position_embeddings": M3_TOKENS + 2}
+    build(folder, replace(large, tokenizer=recipe, config={**large.config, **small}))
+    rng = np.random.default_rng(7)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: _drawn(rng, tensors[name]) for name in sorted(tensors)}, folder / "model.safetensors", {"format": "pt"})
+    for name, width in (("sparse", 1), ("colbert", M3_WIDTH)):
+        layer = torch.nn.Linear(M3_WIDTH, width).state_dict()
+        torch.save({key: _drawn(rng, layer[key]) for key in sorted(layer)}, folder / f"{name}_linear.pt")
+    return add_modules(folder, [pooling("cls", M3_WIDTH), NORMALIZE])
+
+
+def _drawn(rng: np.random.Generator, like: torch.Tensor) -> torch.Tensor:
+    values = rng.standard_normal(tuple(like.shape)) * (0.3 if like.ndim > 1 else 0.2)
+    return torch.from_numpy(values + (like.ndim == 1 and float(like.mean()) > 0.5)).float()

@@ -6,6 +6,7 @@ texts + options ──► rows.make ──► RunBatch ──► Engine.execute 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from oracle import cosines
+from parity.engine import _force_padded as force_padded
+from parity.table import Agreement, ParityTable
 
 from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
@@ -25,6 +29,11 @@ from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer
 
 Array = NDArray[Any]
+MIN_COSINE = 0.9999  # float32
+MAX_DIFFERENCE = 1e-5  # float32, of a component, in units of the vector's norm
+# bfloat16: of the mean distance of the public library's own bfloat16, untrained weights being far from float32 in any implementation
+MAX_MEAN_OF_STOCK = 1.5
+MAX_MEAN_DISTANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,19 @@ class HeadsModel:
     encoder: TextEncoder
     tokenizer: ModelTokenizer
 
+    @property
+    def path(self) -> str:
+        """packed or padded."""
+        return "padded" if self.encoder.attention.endswith("padded") else "packed"
+
     def encode(self, texts: Sequence[str], *outputs: str, **options: Any) -> list[dict[str, Array]]:
         """One batch of one work item: the arrays of each text by name, sparse ones as `sparse.indices` and `sparse.values`."""
         return self.encode_items([(texts, RunOptions(outputs=outputs, **options))])[0]
+
+    def encode_at_once(self, batches: Sequence[Sequence[str]], *outputs: str, **options: Any) -> list[list[dict[str, Array]]]:
+        """Each batch as `encode`, on two threads."""
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(lambda texts: self.encode(texts, *outputs, **options), batches))
 
     def encode_items(self, items: Sequence[tuple[Sequence[str], RunOptions]]) -> list[list[dict[str, Array]]]:
         """One batch of several work items, each with its own options."""
@@ -78,21 +97,43 @@ class HeadsEngine:
         self._engine = Engine(Settings(device="cpu"))
 
     def load(
-        self, folder: Path, outputs: dict[str, int], *, max_tokens: int, precision: str = "float32", head: dict[str, Any] | None = None
+        self, folder: Path, outputs: dict[str, int], *, max_tokens: int, precision: str = "float32", padded: bool = False, **entry: Any
     ) -> HeadsModel:
-        """Load a folder; `head` are the entry's own options. Raises ModelLoadFailed."""
-        name = f"heads/{folder.name}-{precision}-{len(self._engine.residency.residents())}"
-        entry = parse_entry({
+        """Load a folder; `entry` has more of the catalogue entry, `padded` forces that path. Raises ModelLoadFailed."""
+        name = f"heads/{folder.name}-{precision}-{len(self._engine.residency.describe())}"
+        parsed = parse_entry({
             "id": name, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": outputs, "max_tokens": max_tokens,
-            "load": {"precision": precision}, "head": head or {},
+            "load": {"precision": precision}, **entry,
         })  # fmt: skip
-        resident, _ = self._engine.residency.ensure(name, entry, "default", ())
+        resident, _ = self._engine.residency.ensure(name, parsed, "default", ())
         assert isinstance(resident.weights, TextEncoder)
+        if padded:
+            force_padded(resident)
         return HeadsModel(self._engine, name, resident.weights, ModelTokenizer(resident.weights.tokenizer, max_tokens))
 
     def stop(self) -> None:
         """End the lanes."""
         assert self._engine.stop(10)
+
+
+def check(table: ParityTable, name: str, model: HeadsModel, got: Array, expected: Array, stock: Array | None = None) -> None:
+    """Vectors [.., width] against the float32 oracle's; `stock` are its own in the model's precision. Records what it found."""
+    found, precision = _agreement(got, expected), model.encoder.precision
+    table.record(name, model.path, precision, found)
+    if stock is None:
+        assert found.cosine >= MIN_COSINE
+        assert found.difference <= MAX_DIFFERENCE
+        return
+    theirs = _agreement(stock, expected)
+    table.record(name, "stock", precision, theirs)
+    assert found.mean_distance <= max(MAX_MEAN_DISTANCE, MAX_MEAN_OF_STOCK * theirs.mean_distance)
+
+
+def _agreement(got: Array, expected: Array) -> Agreement:
+    assert got.shape == expected.shape
+    cosine = cosines(got, expected)
+    norms = np.linalg.norm(expected, axis=1, keepdims=True)
+    return Agreement(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
 
 
 def _arrays(reply: BatchDone, outcome: object) -> dict[str, Array]:

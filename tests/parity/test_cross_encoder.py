@@ -116,14 +116,21 @@ def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders) -> None:
+    """Kendall's tau over 50 documents, the mean of three queries."""
     scoring = load(kind, "bfloat16")
-    query, documents = "search engine", ragged_documents(50, seed=3, longest=60)
-    exact = oracle(folders(kind), [(query, text) for text in documents], activation_fn=IDENTITY)
-    stock = oracle(folders(kind), [(query, text) for text in documents], "bfloat16", activation_fn=IDENTITY)
-    got = np.array(scoring.scores(query, documents))
-    # an untrained head spreads scores less than its rounding on some architectures: no implementation ranks those better than stock
-    assert tau(got, exact) >= min(TAU, tau(stock, exact) - 0.01)
-    assert np.abs(got - exact).mean() <= 1.5 * np.abs(stock - exact).mean()
+    documents = ragged_documents(50, seed=3, longest=60)
+    ours, stock, errors = [], [], []
+    for query in ("search engine", "river", "winter music history"):
+        pairs = [(query, text) for text in documents]
+        exact, library = (oracle(folders(kind), pairs, precision, activation_fn=IDENTITY) for precision in ("float32", "bfloat16"))
+        got = np.array(scoring.scores(query, documents))
+        ours.append(tau(got, exact))
+        stock.append(tau(library, exact))
+        errors.append((np.abs(got - exact).mean(), np.abs(library - exact).mean()))
+    # an untrained model spreads its scores over little more than the rounding: none is asked to rank them better than the library does
+    assert np.mean(ours) >= min(TAU, np.mean(stock) - 0.01)
+    own, theirs = np.mean(errors, axis=0)
+    assert own <= 1.5 * theirs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,11 +153,12 @@ def test_rows_are_those_of_the_tokenizer(kind: str, load: Load, folders: Folders
     for query in ("", "search engine", sentence(random.Random(1), 200)):
         (rows,) = scoring.rows([Asked(documents, query)])
         for row, text in zip(rows, documents, strict=True):
-            expected = tokenizer(query, text, truncation="only_second", max_length=MAX_TOKENS)
-            assert row.ids.tolist() == expected["input_ids"]
-            assert row.truncated == (len(tokenizer(query, text)["input_ids"]) > MAX_TOKENS)
+            # as lists: an empty second text alone would be taken for none
+            expected = tokenizer([query], [text], truncation="only_second", max_length=MAX_TOKENS)
+            assert row.ids.tolist() == expected["input_ids"][0]
+            assert row.truncated == (len(tokenizer([query], [text])["input_ids"][0]) > MAX_TOKENS)
             if "token_type_ids" in expected:
-                assert ([0] * len(row.ids) if row.types is None else row.types.tolist()) == expected["token_type_ids"]
+                assert ([0] * len(row.ids) if row.types is None else row.types.tolist()) == expected["token_type_ids"][0]
     assert rows[-1].truncated
 
 
@@ -194,7 +202,11 @@ NAMED = {
 
 @pytest.mark.parametrize("named", NAMED)
 def test_the_activation_is_the_one_that_the_folder_names(named: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    folder = copied(folders("bert"), tmp_path)
+    if "own file" in named or named == "sigmoid":  # the library reads it where it wrote the folder
+        CrossEncoder(str(folders("bert")), device="cpu", local_files_only=True).save_pretrained(str(tmp_path))
+        folder = tmp_path
+    else:
+        folder = copied(folders("bert"), tmp_path)
     for file, changes in NAMED[named].items():
         edit_json(folder / file, **changes)
     scoring = engine.load(folder, "cross-encoder")
@@ -287,7 +299,7 @@ def test_a_pooler_that_the_class_does_not_have_is_no_fault(engine: ScoringEngine
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     documents = ragged_documents(5)
     scores = engine.load(folder, "cross-encoder", head={"activation": "identity"}).scores("search", documents)
-    assert scores == load("roberta").scores("search", documents)
+    np.testing.assert_allclose(scores, load("roberta").scores("search", documents), rtol=0, atol=MAX_DIFFERENCE)
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert mean", "deberta-v2"])
@@ -309,13 +321,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_cross_encoder(tmp_path_factory.mktemp("trained") / "sts-b")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(400)
 def test_a_cross_encoder_trained_on_sts_b_scores_like_the_library(trained: Path, engine: ScoringEngine) -> None:
     scoring = engine.load(trained, "cross-encoder", max_tokens=128)
-    pairs = sts_pairs("test")[:400]
+    pairs = sts_pairs("test")[:300]
     outcomes = scoring.run([Asked([right], left) for left, right, _ in pairs])
     scores = np.array([score_of(each) for (each,) in outcomes])
     expected = oracle(trained, [(left, right) for left, right, _ in pairs])
-    assert np.abs(scores - expected).max() <= 1e-5
+    assert np.abs(scores - expected).max() <= MAX_DIFFERENCE
     assert spearmanr(scores, [gold for *_, gold in pairs]).statistic >= 0.8
+
+
+@pytest.mark.timeout(400)
+def test_a_trained_model_ranks_in_bfloat16_as_in_float32(trained: Path, engine: ScoringEngine) -> None:
+    """Kendall's tau of 50 documents of all similarities, by the raw logits."""
+    scoring = engine.load(trained, "cross-encoder", "bfloat16", max_tokens=128, head={"activation": "identity"})
+    if scoring.precision != "bfloat16":
+        pytest.skip("this CPU does not compute in bfloat16")
+    pairs = sts_pairs("test")
+    for start in range(0, 200, 50):
+        chosen = pairs[start : start + 50]
+        got = [score_of(each) for (each,) in scoring.run([Asked([right], left) for left, right, _ in chosen])]
+        exact = oracle(trained, [(left, right) for left, right, _ in chosen], activation_fn=IDENTITY)
+        assert tau(got, exact) >= TAU

@@ -32,7 +32,7 @@ GEMMA2 = pytest.mark.xfail(
 )  # fmt: skip
 LONGROPE = pytest.mark.xfail(
     strict=True, raises=AssertionError,
-    reason="padded together, all texts of a pass get the factors of the longest: cosine 0.01 in a batch, 1 alone",
+    reason="padded together, all texts of a pass get the factors of the longest: cosine below 0.1 in a batch, 1 alone",
 )  # fmt: skip
 GEMMA3_CAUSAL = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="load.causal true is without effect on Gemma 3, which reads use_bidirectional_attention"
@@ -46,7 +46,8 @@ MAX_WORST_OF_STOCK = 3.0
 _EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 130, 255, 500, MAX_TOKENS)
 _ODD = (
     "", "Zürich, 東京 and 😀", "שלום עולם, مرحبا", "tab\tline\nthe end", "UPPER naïve it's (a) 3.14", "unsearchable" * 9,
-    "one " * MAX_TOKENS + "past the limit", "  spaces around \n", "a\u0000b \u200bc", "<pad>[PAD]<|endoftext|> <pad> river", "a </s> [SEP] <eos>",
+    "one " * MAX_TOKENS + "past the limit", "  spaces around \n",
+    "a\u0000b \u200bc", "<pad>[PAD]<|endoftext|> <pad> river", "a </s> [SEP] <eos>",
 )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serv
     served = serve(name, precision)
     texts = ragged(served)
     together = served.encode(texts)
-    alone = np.concatenate([served.encode([text]) for text in texts[:24]])
+    alone = np.concatenate([served.encode([text]) for text in texts[:12]])
     backwards = served.encode(texts[::-1])[::-1]
     for other in (alone, backwards):
         found = agreement(other, together[: len(other)])
@@ -150,7 +151,7 @@ def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serv
 def test_two_lanes_at_once_give_what_one_gives(name: str, precision: str, serve: Serve) -> None:
     served = serve(name, precision)
     texts = ragged(served)
-    batches = [texts[start : start + 8] for start in range(0, 64, 8)]
+    batches = [texts[start : start + 8] for start in range(0, 40, 8)]
     one_by_one = [served.encode(batch) for batch in batches]
     for got, expected in zip(served.encode_at_once(batches, lanes=2), one_by_one, strict=True):
         np.testing.assert_array_equal(got, expected)

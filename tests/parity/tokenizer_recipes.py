@@ -8,6 +8,7 @@ The special tokens get the ids 0, 1, .. in the order in which a recipe lists the
 from __future__ import annotations
 
 import functools
+import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +79,17 @@ def corpus() -> tuple[str, ...]:
 
 
 def _wordpiece(recipe: TokenizerRecipe) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token=recipe.roles["unk"]))
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=list(recipe.specials), show_progress=False)
-    tokenizer.train_from_iterator(corpus(), trainer)
+    # pieces learnt as of BPE: the library's WordPiece trainer leaves them and their order to chance
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    pieces = sorted(tokenizer.get_vocab())
+    vocabulary = (*recipe.specials, *pieces, *(f"##{piece}" for piece in pieces))
+    unknown = recipe.roles["unk"]
+    tokenizer.model = models.WordPiece({token: number for number, token in enumerate(vocabulary)}, unk_token=unknown)
+    tokenizer.add_special_tokens(list(recipe.specials))
     return tokenizer
 
 
@@ -108,6 +114,13 @@ def _unigram(recipe: TokenizerRecipe) -> Tokenizer:
         vocab_size=600, special_tokens=list(recipe.specials), unk_token=recipe.roles["unk"], show_progress=False
     )
     tokenizer.train_from_iterator(corpus(), trainer)
+    # the trainer leaves the scores of rare characters to chance; here they all have the lowest
+    learnt = json.loads(tokenizer.to_str())["model"]["vocab"][len(recipe.specials) :]
+    lowest = round(min(score for _, score in learnt), 2)
+    pieces = [(piece, lowest if len(piece) == 1 else round(score, 4)) for piece, score in learnt]
+    pieces.sort(key=lambda piece: (-piece[1], piece[0]))
+    unknown = recipe.vocabulary[recipe.roles["unk"]]
+    tokenizer.model = models.Unigram([*((token, 0.0) for token in recipe.specials), *pieces], unknown)
     return tokenizer
 
 

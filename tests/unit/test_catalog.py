@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from sie_adapter.weights import WeightSources
 from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
 from sie_contracts.options import run_options
-from sie_contracts.runtime.feed import packaged_catalogue, read_folder
+from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.settings import Settings
 
 MODELS = packaged_folder() / "models"
@@ -92,18 +91,14 @@ _SMALL = {
 _DISTILBERT = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 
 
-def profiles() -> Iterator[Any]:
-    for entry in ENTRIES.values():
-        for profile in ("default", *entry.profiles):
-            yield pytest.param(entry, profile, id=f"{entry.id}:{profile}")
+PROFILES = [(entry, profile) for entry in ENTRIES.values() for profile in ("default", *entry.profiles)]
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
+@pytest.mark.parametrize("entry", list(ENTRIES.values()), ids=list(ENTRIES))
 def test_an_entry_has_a_family_a_bundle_and_a_file_of_its_name(entry: ModelEntry) -> None:
     assert entry.family in FAMILIES
     assert isinstance(family_of(entry.family), type)
     assert entry.bundle in CATALOGUE.bundles
-    assert read_folder(MODELS / entry.id).keys() <= {entry.id}
     assert (MODELS / f"{entry.id}.yaml").is_file()
 
 
@@ -111,7 +106,7 @@ def test_each_model_has_one_file_and_no_two_names_differ_in_case_alone() -> None
     assert len(list(MODELS.rglob("*.yaml"))) == len(ENTRIES) == len({model.casefold() for model in ENTRIES}) == 79
 
 
-@pytest.mark.parametrize(("entry", "profile"), profiles())
+@pytest.mark.parametrize(("entry", "profile"), PROFILES, ids=[f"{entry.id}:{profile}" for entry, profile in PROFILES])
 def test_a_profile_resolves_and_takes_a_smallest_request_of_each_task(entry: ModelEntry, profile: str) -> None:
     resolved = CATALOGUE.resolve(f"{entry.id}:{profile}")
     assert resolved.residency == entry.id  # the profiles that ship are views of one copy of the weights
@@ -125,7 +120,7 @@ def test_a_profile_resolves_and_takes_a_smallest_request_of_each_task(entry: Mod
             assert not any("{" in text for piece in run.pieces for text in piece[::2])
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
+@pytest.mark.parametrize("entry", list(ENTRIES.values()), ids=list(ENTRIES))
 def test_templates_hold_newlines_and_no_escapes(entry: ModelEntry) -> None:
     """A template in single quotes sends a backslash and an n, which costs quality and no error."""
     instructions = [profile.run.instruction or "" for profile in entry.profiles.values()]
@@ -148,7 +143,7 @@ def test_every_model_type_of_the_table_and_every_entry_meet_once() -> None:
     assert sorted(named) == sorted(ENTRIES)
 
 
-@pytest.mark.parametrize(("model_type", "name"), ARCHITECTURES)
+@pytest.mark.parametrize(("model_type", "name"), list(ARCHITECTURES))
 def test_an_architecture_builds_from_the_class_that_its_family_asks_for(model_type: str, name: str) -> None:
     entry = ENTRIES[ARCHITECTURES[model_type, name][0]]
     auto = {

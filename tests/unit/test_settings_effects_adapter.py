@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from fake_adapter import toy_entry
 from inprocess import settings_of
+from safetensors.torch import save_file
+from unit.adapter import toys
 
 from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_precision
 from sie_adapter.engine import Engine
 from sie_adapter.residency import Residency
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.settings import SettingError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -152,6 +157,48 @@ def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: list[d
     assert hub == []
     assert str(weights_of(HUB_ENTRY, **cache)).startswith("NETWORK: ")
     assert [(call["repository"], call["revision"]) for call in hub] == [("org/model", COMMIT)]
+
+
+def lora(folder: Path, seed: int) -> str:
+    """Random matrices of rank 2 on one layer of the toy BERT, as PEFT lays them out."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    layer = "base_model.model.encoder.layer.0.attention.self.query"
+    matrices = {"lora_A": torch.randn(2, 32, generator=generator), "lora_B": torch.randn(32, 2, generator=generator)}
+    save_file({f"{layer}.{name}.weight": matrix for name, matrix in matrices.items()}, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(("variable", "kept"), [({}, 10), ({"SIE_MAX_LORAS_PER_MODEL": "2"}, 2)])
+def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(variable: dict[str, str], kept: int, tmp_path: Path) -> None:
+    """SIE_MAX_LORAS_PER_MODEL."""
+    entry = toys.entry(toys.save(tmp_path / "base", "bert"))
+    with engine_of(SIE_MODELS_DIR=str(tmp_path), SIE_DEFAULT_COMPUTE_PRECISION="float32", **variable) as engine:
+        resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
+        names = [lora(tmp_path / f"lora{seed}", seed) for seed in range(kept + 1)]
+
+        def vectors(name: str) -> bytes | str:
+            reply = engine.execute(toy_batch(entry.id, name))
+            return reply.block if isinstance(reply, BatchDone) else reply.error.code
+
+        with torch.inference_mode():
+            base = vectors("")
+            for name in names[:kept]:
+                engine.ensure_lora(entry.id, name)
+            first = vectors(names[0])
+            engine.ensure_lora(entry.id, names[kept])
+            assert resident.weights.loras.names() == (*names[2:kept], names[0], names[kept])
+            assert vectors(names[1]) == "LORA_LOADING"
+            assert vectors(names[0]) == first != base
+            assert len({vectors(name) for name in ("", names[0], names[kept])}) == 3
+            assert vectors("") == base
+
+
+def toy_batch(model: str, lora: str) -> RunBatch:
+    ids = np.arange(7, 12, dtype="<i4")
+    return RunBatch("b", model, "encode", np.array([5], "<i4").tobytes(), ids.tobytes(), (Group(0, 1),), lora=lora)
 
 
 class Toy:

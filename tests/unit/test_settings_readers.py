@@ -81,9 +81,11 @@ EFFECTS = {
         f"{ADAPTER}::test_the_least_recently_used_model_goes_when_memory_passes_the_threshold",
     "SIE_IDLE_EVICT_S": f"{WORKER}::test_an_idle_model_is_unloaded_and_without_the_setting_it_stays",
     "SIE_PRELOAD_MODELS": f"{WORKER}::test_preloaded_models_are_loaded_before_the_worker_is_ready",
+    "SIE_SWAP_AFTER_MS": "tests/unit/test_swapping.py::test_a_busy_model_makes_room_for_one_that_waited_so_long",
     "SIE_LOG_JSON": f"{LOGS}::test_each_process_writes_json_lines_or_plain_ones",
     "SIE_PREPROCESSOR_WORKERS": f"{BATCHING}::test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers",
     "SIE_ATTENTION_BACKEND": f"{ADAPTER}::test_the_attention_backend_reaches_what_models_are_loaded_with",
+    "SIE_MAX_LORAS_PER_MODEL": f"{ADAPTER}::test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes",
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }  # fmt: skip
 
@@ -101,6 +103,7 @@ READS_HOME = {
     "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
     "adapter/sie_adapter/weights.py": "~ in the path of a catalogue entry",
     "cli/sie_cli/serve.py": "the default data directory",
+    "cli/sie_cli/models.py": "~ in a folder that is named on the command line",
 }
 
 ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}

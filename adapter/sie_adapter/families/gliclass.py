@@ -35,6 +35,7 @@ from sie_adapter.families.extraction import (
 )
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
+from sie_contracts.ipc import Rows
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
@@ -48,7 +49,7 @@ class GliclassModel:
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
     """
 
-    layouts: ClassVar[dict[str, str]] = {"extract": "raw"}
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
@@ -68,7 +69,7 @@ class GliclassModel:
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._model)
         self.attention = f"{encoder.config._attn_implementation} padded"
-        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller that pads or cuts otherwise
+        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:
         """`{"classifications": [{label, score}]}` for each text: all labels whose score reaches the threshold (0), best first.

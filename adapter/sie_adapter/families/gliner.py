@@ -35,6 +35,7 @@ from sie_adapter.families.extraction import (
 from sie_adapter.families.gliner_folder import load_gliner
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
+from sie_contracts.ipc import Rows
 
 _TOKENS_PER_PASS = {"cpu": 2048}  # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
 _TOKENS_PER_PASS_ELSEWHERE = 8192
@@ -89,7 +90,7 @@ class GlinerModel:
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer texts take several.
     """
 
-    layouts: ClassVar[dict[str, str]] = {"extract": "raw"}
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
@@ -97,9 +98,11 @@ class GlinerModel:
         self.precision = compute.precision
         self._gliner = load_gliner(folder, entry, load, compute)
         self._processor = self._gliner.data_processor
+        self._is_token_level = self._gliner.config.span_mode == "token_level"
         self._collate = self._gliner.data_collator_class(
-            self._gliner.config, data_processor=self._processor, return_tokens=True, return_id_to_classes=True, prepare_labels=False
-        )
+            self._gliner.config, data_processor=self._processor, return_tokens=True, return_id_to_classes=True, prepare_labels=False,
+            prepare_entities=self._is_token_level,  # a bi-encoder's labels: not used here, but for tokens the package counts them
+        )  # fmt: skip
         layers = self._gliner.model.token_rep_layer
         encoder = layers.bert_layer.model
         bare = bare_tokenizer(self._processor.transformer_tokenizer)
@@ -110,12 +113,11 @@ class GlinerModel:
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._gliner.model)
         self.attention = f"{encoder.config._attn_implementation} padded"
-        self._is_token_level = self._gliner.config.span_mode == "token_level"
+        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
             bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)
-            self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._device)
-        self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller that pads or cuts otherwise
+            self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._tokenizing, self._device)
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:
         """`{"entities": [{text, label, score, start, end}]}` by start for each text; offsets are code points of it, `end` exclusive.
@@ -198,7 +200,7 @@ class GlinerModel:
             batch = self._collate([{"tokenized_text": row, "ner": None} for row in words], entity_types=request.labels)
         inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
         if request.label_vectors is not None:
-            del inputs["labels_input_ids"], inputs["labels_attention_mask"]
+            inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
             inputs["labels_embeds"] = request.label_vectors
         logits = self._gliner.model(**inputs, threshold=request.threshold).logits.float().cpu()
         return [self._decoded(scores[: len(row)], row, batch["id_to_classes"], request) for scores, row in zip(logits, words, strict=True)]
@@ -253,9 +255,10 @@ class GlinerModel:
 class _LabelVectors:
     """Vectors of labels by a bi-encoder's label encoder, the most recently used ones kept."""
 
-    def __init__(self, layers: Any, tokenizer: Any, device: torch.device) -> None:
+    def __init__(self, layers: Any, tokenizer: Any, tokenizing: threading.Lock, device: torch.device) -> None:
         self._layers = layers
         self._tokenizer = tokenizer
+        self._tokenizing = tokenizing
         self._device = device
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._lock = threading.Lock()
@@ -277,7 +280,8 @@ class _LabelVectors:
         return torch.stack([known[label] for label in labels])
 
     def _encode(self, labels: list[str]) -> Tensor:
-        tokens = self._tokenizer(labels, return_tensors="pt", truncation=True, padding="longest")
+        with self._tokenizing:
+            tokens = self._tokenizer(labels, return_tensors="pt", truncation=True, padding="longest")
         vectors: Tensor = self._layers.encode_labels(tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device))
         return vectors.clone()  # rows are kept one by one, and a row must not keep the others alive
 

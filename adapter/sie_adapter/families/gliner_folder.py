@@ -92,10 +92,11 @@ def _check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadO
 
 def _weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
     if (file := folder / "model.safetensors").is_file():
-        return load_file(file)
+        weights: dict[str, Tensor] = load_file(file)
+        return weights
     if (file := folder / "pytorch_model.bin").is_file():
         try:
-            weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+            weights = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise load_failed("INCOMPATIBLE", f"{entry.id}: pytorch_model.bin holds more than tensors") from error
         return weights

@@ -37,7 +37,7 @@ from sie_adapter.device import Compute
 from sie_adapter.entities import entities
 from sie_adapter.failure import load_failed
 from sie_adapter.heads import Head, Row
-from sie_adapter.heads.classification import SequenceHead, TokenHead, YesNoHead
+from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
@@ -139,7 +139,9 @@ class _Builder:
         self.linear = checkpoint.tensor(modules.folder, "linear.weight") if "multivector" in entry.outputs else None
         consumed = ("linear.weight",) if self.linear is not None else ()
         whole = AutoModelForMaskedLM if self.is_masked else auto_class
-        model = checkpoint.load_model(whole, modules.folder, load, compute, consumed, float32_head=not (self.is_masked or auto_class is AutoModel))
+        model = checkpoint.load_model(
+            whole, modules.folder, load, compute, consumed, float32_head=not (self.is_masked or auto_class is AutoModel)
+        )
         self.config = model.config
         if entry.family == "decoder-reranker":
             self._keep_answers(model)
@@ -149,6 +151,8 @@ class _Builder:
         else:
             self.head = TransformersHead(model, in_float32=not self.is_masked)
             self.backbone = self.head.backbone
+            if self.is_masked and compute.device.type == "cpu":
+                self.head.block()
             self.head_bytes = self.head.memory_bytes
 
     def build(self, encoder: TextEncoder) -> None:
@@ -287,7 +291,7 @@ class _Builder:
 
     def _cross_encoder(self, encoder: TextEncoder) -> None:
         assert self.head is not None
-        encoder.heads["score"] = SequenceHead(self.head)
+        encoder.heads["score"] = _sequence_head(self.head)
         encoder.rows["score"] = Rows("pair")
         activation = self.entry.head.activation or _stored_activation(self.folder, self.config)
         labels = self.config.num_labels
@@ -309,7 +313,7 @@ class _Builder:
 
     def _decoder_reranker(self, encoder: TextEncoder) -> None:
         assert self.head is not None
-        encoder.heads["answer"] = YesNoHead(self.head)
+        encoder.heads["answer"] = LastTokenHead(self.head)
         encoder.rows["score"] = Rows("pieces")
         difference = self.entry.head.score == "difference"
         encoder._only = "answer"
@@ -322,7 +326,7 @@ class _Builder:
         against = next((number for name, number in names.items() if name.startswith(("contra", "not_entail"))), None)
         if entailment is None or against is None:
             raise load_failed("INCOMPATIBLE", f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite")
-        encoder.heads["label"] = SequenceHead(self.head)
+        encoder.heads["label"] = _sequence_head(self.head)
         encoder.rows["extract"] = Rows("hypotheses")
         encoder._only = "label"
         encoder._answer = lambda message, group, query, rows, places: answers.zero_shot(group.options, rows["label"], entailment, against)
@@ -334,6 +338,10 @@ class _Builder:
         encoder.rows["extract"] = Rows("spans")
         encoder._only = "token"
         encoder._answer = lambda message, group, query, rows, places: entities(message, group, rows["token"], places, names)
+
+
+def _sequence_head(head: TransformersHead) -> Head:
+    return LastTokenHead(head, head.pad) if head.is_decoder else SequenceHead(head)
 
 
 def _saved_layer(path: Path) -> nn.Linear:

@@ -1,6 +1,6 @@
 """Heads turn the hidden states of a pass into what each sequence gave: one small file each.
 
-    hidden [tokens, width] ──► Head.reduce ──► a Reduced: one value per sequence, and which of them are usable
+hidden [tokens, width] ──► Head.reduce ──► a Reduced: one value per sequence, and which of them are usable
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
+
+from sie_adapter.linear import BlockedLinear, block_linears
 
 
 class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
@@ -32,11 +35,23 @@ class TransformersHead:
         if pooler is not None:  # it belongs to the head: in its precision, and run once
             self.backbone.pooler = None
         setattr(model, model.base_model_prefix, _Given(pooler))
-        if model.config.pad_token_id is None:  # the heads of decoders refuse a batch without one; sequences here have no padding
+        self.is_decoder = isinstance(model, GenericForSequenceClassification)
+        self.pad: int | None = model.config.pad_token_id
+        if self.is_decoder and self.pad is None:  # it would refuse more than one sequence, since it could not tell their padding
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        self.memory_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}  # with an embedding, often
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of what is not the backbone's."""
+        own = [int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared]
+        return sum(own) + sum(int(module.nbytes) for module in self._model.modules() if isinstance(module, BlockedLinear))
+
+    def block(self) -> None:
+        """On a CPU: see `linear`. Pays where the head is as large as that of a language model; a tied decoder becomes a copy."""
+        block_linears(self._model)
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits of `states` [sequences, length, width], of sequences of equal length, in the precision of the head."""

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModel
 from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
+
+from sie_adapter.families.text_encoder import TextEncoder
+from sie_adapter.packing import Items, expanded
 
 
 @pytest.mark.parametrize("kind", toys.CONFIGS)
@@ -16,4 +22,45 @@ def test_packed_states_equal_stock_states_one_by_one(kind: str, tmp_path: Path) 
     assert encoder.attention == ("sdpa padded" if kind in toys.PADDED else "sdpa")
     sequences = toys.random_ids(LENGTHS)
     for got, expected in zip(states_packed(encoder, sequences), states_one_by_one(folder, sequences), strict=True):
+        assert (got - expected).abs().max() <= 2e-5
+
+
+def run(encoder: TextEncoder, batch: Items) -> list[torch.Tensor]:
+    """The states of each item, in order."""
+    packed = encoder.pack(batch, np.arange(len(batch.lengths)))
+    with torch.inference_mode():
+        parts = torch.split(encoder.forward(packed), packed.lengths.tolist())
+    return [parts[row] for row in np.argsort(packed.order)]
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "mpnet"])
+def test_filling_that_is_not_attended_to_is_a_masked_part_of_the_stock_model(kind: str, tmp_path: Path) -> None:
+    """Query expansion of late interaction, packed and padded: a packed pass that lets everything attend has a cosine of 0.8."""
+    folder = toys.save(tmp_path / "toy", kind)
+    encoder = toys.load(folder)
+    stock = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    sequences = toys.random_ids([3, 9, 9, 12, 30])
+    batch = Items(np.array([len(ids) for ids in sequences]), np.concatenate(sequences))
+    wanted = np.array([12, 12, 0, 12, 12])
+    for got, ids, length in zip(run(encoder, expanded(batch, wanted, 9, attended=False)), sequences, wanted, strict=True):
+        filled = torch.tensor([[*ids, *[9] * (length - len(ids))]])
+        mask = (torch.arange(filled.shape[1]) < len(ids)).long()[None]
+        with torch.inference_mode():
+            expected = stock(input_ids=filled, attention_mask=mask)[0][0]
+        assert (got - expected).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("kind", ["bert", "electra", "deberta-v2"])
+def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path) -> None:
+    folder = toys.save(tmp_path / "toy", kind, type_vocab_size=2)
+    encoder = toys.load(folder)
+    stock = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    sequences = toys.random_ids([5, 17, 17])
+    types = [np.arange(len(ids)) >= 3 for ids in sequences]
+    batch = Items(np.array([5, 17, 17]), np.concatenate(sequences), np.concatenate(types).astype(np.uint8))
+    for ids, kinds, got in zip(sequences, types, run(encoder, batch), strict=True):
+        with torch.inference_mode():
+            given = torch.from_numpy(ids)[None].long()
+            expected = stock(input_ids=given, token_type_ids=torch.from_numpy(kinds)[None].long())[0][0]
+            assert (stock(input_ids=given)[0][0] - expected).abs().max() > 0.01
         assert (got - expected).abs().max() <= 2e-5

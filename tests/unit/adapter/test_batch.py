@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,13 @@ from hypothesis import strategies as st
 from sie_adapter import answers
 from sie_adapter.answers import Answers
 from sie_adapter.batch import BatchRun
+from sie_adapter.frontier import Frontier
 from sie_adapter.heads import Head, Reduced, Row, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
 from sie_adapter.packing import Int64, Items, Packed, Positions, expanded, pack
-from sie_contracts.errors import InternalFailure, InvalidInput, SIEError
+from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Failed, Ok, Operation, RunOptions
 from sie_contracts.muvera import Muvera
@@ -47,6 +50,24 @@ def heads() -> dict[str, Head]:
 
 
 @dataclass
+class FakeLoras:
+    """Knows `kept`; `acted` are those that passes ran with."""
+
+    kept: tuple[str, ...] = ("",)
+    acted: list[str] = field(default_factory=list)
+    now: str | None = None
+
+    @contextlib.contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        if name not in self.kept:
+            raise LoraLoading(f"the LoRA {name} is not loaded")
+        self.acted.append(name)
+        self.now = name
+        yield
+        self.now = None
+
+
+@dataclass
 class FakeEncoder:
     """The state of a token is its id, 1, 2 and 3. POISON overflows; HEAVY does not fit the device, and `limit` tokens do.
 
@@ -62,6 +83,8 @@ class FakeEncoder:
     heads: Mapping[str, Head] = field(default_factory=heads)
     idf: bool = False
     query_length: int = 0
+    precision: str = "float32"
+    loras: FakeLoras = field(default_factory=FakeLoras)
     passes: list[int] = field(default_factory=list)
     seen: list[Packed] = field(default_factory=list)
 
@@ -84,6 +107,7 @@ class FakeEncoder:
     def forward(self, packed: Packed) -> torch.Tensor:
         self.passes.append(len(packed.order))
         self.seen.append(packed)
+        assert self.loras.now is not None
         if len(packed.ids) > self.limit or HEAVY in packed.ids:
             raise self.error("DefaultCPUAllocator: can't allocate memory")
         states = torch.tensor([[float(token), 1.0, 2.0, 3.0] for token in packed.ids.tolist()])
@@ -265,7 +289,9 @@ def test_the_documents_of_a_group_are_scored_against_its_first_row() -> None:
     assert tokens(done) == [2, 1, 3], "the query counts once, for the first document"
 
 
-@pytest.mark.parametrize(("bad", "reason"), [([100], "token_out_of_range"), ([], "no_tokens"), ([POISON], "non_finite"), ([HEAVY], "out_of_memory")])
+@pytest.mark.parametrize(
+    ("bad", "reason"), [([100], "token_out_of_range"), ([], "no_tokens"), ([POISON], "non_finite"), ([HEAVY], "out_of_memory")]
+)
 def test_a_bad_query_fails_all_documents_of_its_group_and_no_others(bad: list[int], reason: str) -> None:
     done = run([bad, [3], [5], [9], [2]], operation="score", groups=(Group(0, 3), Group(3, 5)))
     assert reasons(done) == [reason, reason, ""]
@@ -439,6 +465,27 @@ def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
     assert rooms == [False]
 
 
+def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Path) -> None:
+    """O3: 1. 8 tokens do not fit, 4 do; 2. the next batch of this model is run in fours at once; 3. another model knows nothing of it."""
+    frontier = Frontier(tmp_path / "frontier", lambda: 0.0)
+    batch = message([[number] for number in range(8)])
+    for key, expected in (("a", [8, 4, 4]), ("a", [4, 4]), ("b", [8, 4, 4])):
+        encoder = FakeEncoder(limit=4)
+        with torch.inference_mode():
+            done = BatchRun(encoder, CPU, batch, lambda: False, frontier, key).run()
+        assert results(done) == [[number, 1, 2, 3] for number in range(8)]
+        assert encoder.passes == expected
+
+
+def test_every_pass_runs_with_the_lora_of_the_batch() -> None:
+    """Also the second one of an item that is tried alone."""
+    encoder = FakeEncoder(loras=FakeLoras(("", "a")))
+    assert results(run([[1], [POISON]], encoder, lora="a")) == [[1, 1, 2, 3], "non_finite"]
+    assert encoder.loras.acted == ["a", "a"]
+    with pytest.raises(LoraLoading):
+        run([[1]], encoder, lora="b")
+
+
 def test_filling_counts_when_a_batch_is_split() -> None:
     encoder = FakeEncoder(limit=8, query_length=8)
     groups = (Group(0, 1, RunOptions(outputs=("multivector",), is_query=True)), Group(1, 3, RAW))
@@ -493,7 +540,7 @@ def test_an_output_or_a_width_that_is_not_there_is_an_error_of_those_items() -> 
     assert encoder.passes == [2]
 
 
-@pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "max"}, {"lora": "x"}])
+@pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "max"}])
 def test_what_this_model_does_not_serve_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         run([[1]], FakeEncoder(layouts={"encode": "text"}), **changes)

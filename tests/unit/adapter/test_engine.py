@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from unit.adapter.test_batch import FakeEncoder, message
@@ -16,15 +18,16 @@ from sie_adapter.lanes import Job, Lanes
 from sie_adapter.packing import Packed
 from sie_adapter.residency import Resident
 from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
-from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
+from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, Rows, RunBatch
+from sie_contracts.messages import RunOptions
 from sie_contracts.settings import Settings
 
 
 class Broken(FakeEncoder):
     failure: Exception = ValueError("a bug")
-    stored_pooling = "mean"
 
     def forward(self, packed: Packed) -> torch.Tensor:
+        self.passes.append(len(packed.order))
         raise self.failure
 
 
@@ -40,19 +43,47 @@ def engine(lost: list[str]) -> Any:
     assert made.stop(5)
 
 
-def reply_of(engine: Engine, encoder: FakeEncoder) -> Reply:
+def reply_of(engine: Engine, encoder: Any, **changes: Any) -> Reply:
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "m")
-    resident = Resident("m", resolved, encoder, 0.0, 0.0)  # type: ignore[arg-type]  # an encoder is all that running needs
+    resident = Resident("m", resolved, encoder, 0.0, 0.0)
     engine.residency._residents["m"] = resident
     with torch.inference_mode():
-        reply = engine.execute(message([[1, 2]]))
+        reply = engine.execute(message([[1, 2]], **changes))
     assert resident.running == 0
     return reply
 
 
+class Reader:
+    """A family that reads texts by itself."""
+
+    rows: ClassVar = {"encode": Rows("raw")}
+    precision = "float32"
+
+    def encode(self, texts: Sequence[str], options: RunOptions) -> list[dict[str, Any]]:
+        return [{"dense": [float(len(text)), 0.0]} for text in texts]
+
+
+def test_what_a_family_asks_for_decides_whether_it_gets_ids_or_texts(engine: Engine) -> None:
+    done = reply_of(engine, FakeEncoder())
+    assert isinstance(done, BatchDone)
+    np.testing.assert_allclose(np.frombuffer(done.block, "<f4"), [1.5, 1, 2, 3])
+    read = reply_of(engine, Reader(), texts=("abc",))
+    assert isinstance(read, BatchDone)
+    assert np.frombuffer(read.block, "<f4").tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("family", [FakeEncoder(layouts={"encode": "text"}), Reader()])
+def test_an_operation_that_a_family_does_not_serve_is_refused(family: Any, engine: Engine) -> None:
+    reply = reply_of(engine, family, operation="score", texts=("abc",))
+    assert isinstance(reply, Refused)
+    assert (reply.error.code, reply.error.reason) == ("INVALID_INPUT", "unsupported_task")
+
+
 def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: Engine, lost: list[str]) -> None:
-    reply = reply_of(engine, Broken())
+    encoder = Broken()
+    reply = reply_of(engine, encoder)
+    assert encoder.passes == [1]
     assert isinstance(reply, Refused)
     assert reply.error.code == "INTERNAL_ERROR"
     assert "a bug" not in reply.error.message

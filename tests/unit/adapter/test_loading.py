@@ -150,7 +150,7 @@ def test_a_head_that_lacks_a_tensor_fails_the_load(kind: str, auto: Any, dropped
 
 
 def test_a_bare_model_has_no_head_to_classify_with(bert: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match="missing keys: classifier.bias, classifier.weight"):
+    with pytest.raises(ModelLoadFailed, match=r"missing keys: classifier\.bias, classifier\.weight"):
         model_of(bert, AutoModelForSequenceClassification)
 
 
@@ -174,14 +174,14 @@ def test_a_language_model_may_be_used_without_its_head(kind: str, auto: Any, tmp
 def test_a_classifier_is_not_a_language_head(tmp_path: Path) -> None:
     """W5: a model that was trained to classify is not an encoder with something to spare."""
     folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification)
-    with pytest.raises(ModelLoadFailed, match="2 unexpected keys: classifier.bias, classifier.weight"):
+    with pytest.raises(ModelLoadFailed, match=r"2 unexpected keys: classifier\.bias, classifier\.weight"):
         model_of(folder)
 
 
 def test_a_weight_that_the_caller_reads_is_not_unexpected(bert: Path, tmp_path: Path) -> None:
     added = {"linear.weight": torch.ones(8, 32), "other.weight": torch.ones(1)}
     folder = without(bert, tmp_path / "more", **added)
-    with pytest.raises(ModelLoadFailed, match="1 unexpected keys: other.weight"):
+    with pytest.raises(ModelLoadFailed, match=r"1 unexpected keys: other\.weight"):
         model_of(folder, consumed=("linear.weight",))
     found = checkpoint.tensor(folder, "linear.weight")
     assert found is not None
@@ -267,11 +267,12 @@ def dense(folder: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path
     """A folder of a transformer, a pooling and a Dense."""
     modules(folder, "Transformer", "Pooling", "Dense")
     place = folder / "2_Dense"
-    (place / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 8, "bias": True, **config}))
+    (place / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 8, "bias": True, **LINEAR, **config}))
     save_file({name.replace("_", "."): tensor for name, tensor in tensors.items()}, place / "model.safetensors")
     return folder
 
 
+LINEAR = {"activation_function": "torch.nn.modules.linear.Identity"}
 WEIGHT, BIAS = torch.randn(8, 32, generator=torch.Generator().manual_seed(3)), torch.arange(8.0)
 
 
@@ -310,6 +311,7 @@ def test_a_dense_layer_is_part_of_the_model(config: Any, tensors: Any, expected:
         ({"bias": False}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "missing"),
         ({}, {"linear_weight": WEIGHT[:4], "linear_bias": BIAS}, "shape"),
         ({}, {"other_weight": WEIGHT, "linear_bias": BIAS}, "missing"),
+        ({"use_residual": True}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "residual"),
         ({"activation_function": "torch.nn.modules.activation.Mish"}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "Mish"),
     ],
 )
@@ -325,9 +327,13 @@ def test_a_dense_layer_that_is_not_whole_fails_the_load(config: Any, tensors: An
 def with_ends(folder: Path, template: str | None) -> Path:
     """The toy tokenizer with `w1` and `w2` as special tokens, the latter its end token, and a template."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if template:
-        pair = f"{template} {template.replace('$A', '$B')}"
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, pair=pair, special_tokens=[("w1", 1), ("w2", 2)])
+    single = (template or "").removeprefix("bytes").strip()
+    pair = f"{single} {single.replace('$A', '$B')}"
+    steps = [processors.ByteLevel()] if template and template.startswith("bytes") else []
+    if single:
+        steps.append(processors.TemplateProcessing(single=single, pair=pair, special_tokens=[("w1", 1), ("w2", 2)]))
+    if steps:
+        tokenizer.post_processor = steps[0] if len(steps) == 1 else processors.Sequence(steps)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="w2").save_pretrained(folder)
     return folder
 
@@ -336,7 +342,9 @@ def with_ends(folder: Path, template: str | None) -> Path:
     ("template", "single", "pair"),
     [
         (None, [7, 8, 2], [7, 2, 8, 2]),
+        ("bytes", [7, 8, 2], [7, 2, 8, 2]),
         ("w1 $A", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
+        ("bytes w1 $A", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
         ("w1 $A w2", [1, 7, 8, 2], [1, 7, 2, 1, 8, 2]),
     ],
 )
@@ -353,6 +361,15 @@ def test_an_end_token_is_added_where_the_entry_asks_for_it_and_never_twice(
         assert load_tokenizer(folder, LoadOptions()).encode("w7 w8").ids == single[:-1]
 
 
+def test_a_post_processor_that_cannot_be_extended_is_refused(bert: Path, tmp_path: Path) -> None:
+    folder = copied(bert, tmp_path / "toy")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.BertProcessing(("w3", 3), ("w1", 1))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="w2").save_pretrained(folder)
+    with pytest.raises(ModelLoadFailed, match="BertProcessing"):
+        load_tokenizer(folder, LoadOptions(append_eos=True))
+
+
 def test_an_end_token_that_there_is_not_fails_the_load(bert: Path) -> None:
     with pytest.raises(ModelLoadFailed, match="no end token"):
         load_tokenizer(bert, LoadOptions(append_eos=True))
@@ -367,7 +384,7 @@ def test_each_family_that_is_named_can_be_imported() -> None:
 
 
 def test_an_unknown_family_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ModelLoadFailed, match="no family colbert-x, it has text-encoder.*sie.adapters") as raised:
+    with pytest.raises(ModelLoadFailed, match=r"no family colbert-x, it has text-encoder.*sie\.adapters") as raised:
         family_of("colbert-x")
     assert raised.value.extras["error_class"] == "INCOMPATIBLE"
 

@@ -14,7 +14,7 @@ import pytest
 from sie_adapter.device import Memory
 from sie_adapter.failure import load_failed
 from sie_adapter.residency import Residency
-from sie_contracts.catalogue import LoadOptions, ModelEntry, Resolved, RunDefaults
+from sie_contracts.catalogue import HeadOptions, LoadOptions, ModelEntry, Resolved, RunDefaults
 from sie_contracts.catalogue import Weights as Source
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 
@@ -341,19 +341,34 @@ def test_an_entry_that_needs_other_weights_loads_them_and_another_one_is_only_no
     world = World()
     world.ensure("a")
     before = world.residency.describe()[0].fingerprint
-    world.ensure("a", run=RunDefaults(pooling="cls"))
+    world.ensure("a", run=RunDefaults(instruction="find"))
     assert world.loads == ["a"]
     assert world.residency.describe()[0].fingerprint != before
     world.ensure("a", load=LoadOptions(precision="float32"))
     assert world.loads == ["a", "a"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": HeadOptions(query_length=8)}, {"pair": ("{query}", "{document}")}, {"run": RunDefaults(pooling="cls")},
+        {"run": RunDefaults(parameters={"max_len": 9})},
+    ],
+)  # fmt: skip
+def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes: dict[str, Any]) -> None:
+    """C6: its heads and the way that rows are made would else be those of the old entry, under the new fingerprint."""
+    world = World()
+    world.ensure("a")
+    world.ensure("a", **changes)
+    assert world.loads == ["a", "a"]
+
+
 def test_a_changed_entry_is_served_from_then_on() -> None:
     world = World()
     world.ensure("a")
-    world.residency.change("a", entry("a", run=RunDefaults(pooling="last")))
+    world.residency.change("a", entry("a", run=RunDefaults(instruction="find")))
     with world.residency.use("a") as resident:
-        assert resident.resolved.run.pooling == "last"
+        assert resident.resolved.run.instruction == "find"
     world.residency.change("a", entry("a", load=LoadOptions(precision="float32")))
     assert world.loaded() == []
     world.residency.change("a", None)

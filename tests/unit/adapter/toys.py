@@ -16,6 +16,7 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120
+_NO_OPTIONS = LoadOptions()
 _SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 300, "initializer_range": 0.2,
@@ -91,7 +92,7 @@ def compute(dtype: torch.dtype = torch.float32, backend: Backend = "sdpa") -> Co
 
 
 def load(
-    folder: Path, *, dtype: torch.dtype = torch.float32, backend: Backend = "sdpa", options: LoadOptions = LoadOptions(), **changes: Any
+    folder: Path, *, dtype: torch.dtype = torch.float32, backend: Backend = "sdpa", options: LoadOptions = _NO_OPTIONS, **changes: Any
 ) -> TextEncoder:
     return TextEncoder(folder, entry(folder, **changes), options, compute(dtype, backend))
 

@@ -1,0 +1,366 @@
+"""What a model folder says of itself, as a catalogue entry. Configurations and shapes are read, the weights of the transformer are not.
+
+    files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was assumed
+
+The entry holds the digests of every file that decides a number, so the load that follows serves what was inspected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import yaml
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModel, PretrainedConfig
+
+from sie_adapter.checkpoint import Modules, construction, read_json, read_modules
+from sie_adapter.failure import load_failed
+from sie_adapter.families.text_encoder import _stored_activation
+from sie_adapter.late_interaction import late_interaction
+from sie_adapter.weights import FILES, PICKLED
+from sie_contracts.catalogue import HeadOptions, ModelEntry
+
+_DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
+_UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
+_GLINER_WORDS, _TOKENS_PER_WORD = 384, 4
+_INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
+_ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
+
+
+@dataclass
+class Inspection:
+    """`entry` is what `parse_entry` takes. `found`: facts with the file that says them. `assumed`: what no file says."""
+
+    entry: dict[str, Any]
+    found: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+
+
+def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEntry | None = None) -> Inspection:
+    """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
+
+    With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises ModelLoadFailed:
+    NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, each naming what is missing.
+    """
+    if not folder.is_dir():
+        raise load_failed("NOT_FOUND", f"there is no folder {folder}")
+    report = Inspection({"id": model, "description": "", "weights": dict(weights)})
+    if known is not None:
+        report.entry |= _choices(known, weights)
+        report.found.append(f"the catalogue knows {known.id}: its options stay, the weights are new")
+    else:
+        try:
+            _describe(folder, report)
+        except json.JSONDecodeError as error:
+            raise load_failed("INCOMPATIBLE", f"a configuration in {folder} is not JSON: {error}") from error
+    report.entry["weights"]["digests"] = digests(folder)
+    if licence := _licence(folder):
+        report.entry["license"] = licence
+    return report
+
+
+def _describe(folder: Path, report: Inspection) -> None:
+    raw = read_json(folder / "config.json")
+    if (folder / "gliner_config.json").is_file():
+        _gliner(folder, report)
+    elif raw.get("model_type") == "GLiClass" or "GLiClassModel" in raw.get("architectures", ()):
+        _gliclass(raw, report)
+    else:
+        _transformer(folder, report)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file that decides a number, in hex, by its path below `folder`."""
+    places = [folder, *(place for place in _module_folders(folder) if place != folder)]
+    patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
+    found = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
+    made = {}
+    for path in found:
+        with path.open("rb") as file:
+            made[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return made
+
+
+def _module_folders(folder: Path) -> list[Path]:
+    if not (folder / "modules.json").is_file():
+        return []
+    names = [module["path"] for module in json.loads((folder / "modules.json").read_text())]
+    names += read_json(folder / "router_config.json").get("types", {})
+    return [folder / name for name in names if (folder / name).is_dir()]
+
+
+def _choices(known: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry says beside its weights. Golden vectors are those of one commit."""
+    kept: dict[str, Any] = msgspec.to_builtins(known)
+    dropped = {"id", "weights", *(("golden",) if weights.get("revision") != known.weights.revision else ())}
+    return {name: value for name, value in kept.items() if name not in dropped}
+
+
+# families of their own packages
+
+
+def _gliner(folder: Path, report: Inspection) -> None:
+    raw = read_json(folder / "gliner_config.json")
+    encoder = raw.get("encoder_config") or {}
+    limits = [
+        _tokenizer_limit(folder),
+        None if encoder.get("model_type", "deberta-v2") == "deberta-v2" else encoder.get("max_position_embeddings"),  # it has no table
+        _TOKENS_PER_WORD * raw.get("max_len", _GLINER_WORDS),
+    ]
+    report.entry |= {
+        "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
+        "family": "gliner", "outputs": {"entities": 0}, "max_tokens": min(limit for limit in limits if limit),
+    }  # fmt: skip
+    report.found.append(f"family gliner: gliner_config.json, windows of {raw.get('max_len', _GLINER_WORDS)} words")
+    if not encoder:
+        report.found.append(f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache")
+
+
+def _gliclass(raw: dict[str, Any], report: Inspection) -> None:
+    encoder = raw.get("encoder_config") or {}
+    report.entry |= {
+        "description": "Scores of classes that a request names.", "family": "gliclass", "outputs": {"classifications": 0},
+        "max_tokens": min(encoder.get("max_position_embeddings") or 512, _UNLIMITED),
+    }  # fmt: skip
+    report.found.append("family gliclass: config.json")
+
+
+# models of transformers
+
+
+def _transformer(folder: Path, report: Inspection) -> None:
+    _refuse_other_folders(folder)
+    modules = read_modules(folder)
+    config = _config(modules.folder)
+    backbone = _empty_backbone(config)
+    named = next(iter(config.architectures or ()), "")
+    report.found.append(f"architecture {named or config.model_type}: config.json")
+    entry = report.entry
+    entry["family"] = family = _family(config, modules, named)
+    report.found.append(f"family {family}: {'modules.json lists ' + ', '.join(modules.kinds) if modules.kinds else 'its architecture'}")
+    entry["outputs"] = _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
+    entry["description"] = f"{named or config.model_type}: {', '.join(entry['outputs'])}. Found by inspection."
+    entry["max_tokens"] = _max_tokens(modules, config, backbone, report)
+    if head := _head(folder, config, modules, entry, report):
+        entry["head"] = head
+    if load := _load(config, modules, report):
+        entry["load"] = load
+    if "dense" in entry["outputs"]:
+        _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
+    if family == "text-encoder":
+        _prompts(folder, report)
+
+
+_OUTPUT = {"cross-encoder": "score", "zero-shot-classifier": "classifications", "token-classifier": "entities"}
+
+
+def _refuse_other_folders(folder: Path) -> None:
+    present = sorted(path.name for path in folder.iterdir())
+    listed = ", ".join(present[:6]) + (", .." if len(present) > 6 else "") if present else "nothing"
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "another model")
+        raise load_failed("INCOMPATIBLE", f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model")
+    if not ((folder / "config.json").is_file() or (folder / "modules.json").is_file()):
+        raise load_failed("NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}")
+    if not any(folder.rglob("*.safetensors")):
+        raise load_failed("NOT_FOUND", f"{folder} has no *.safetensors; it has {listed}")
+
+
+def _config(folder: Path) -> PretrainedConfig:
+    raw = read_json(folder / "config.json")
+    if not raw:
+        raise load_failed("NOT_FOUND", f"{folder} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        where = f"; its code is remote: {', '.join(sorted(set(raw['auto_map'].values())))}" if raw.get("auto_map") else ""
+        message = f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
+        raise load_failed("INCOMPATIBLE", message) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise load_failed("INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which no family here runs")
+    if getattr(config, "vision_config", None) is not None:
+        raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, which no family here does")
+    return config
+
+
+def _empty_backbone(config: PretrainedConfig) -> Any:
+    """The architecture without storage: what its tables are, is read from it as a load would."""
+    try:
+        with construction(), torch.device("meta"):
+            return AutoModel.from_config(config)
+    except ValueError as error:
+        raise load_failed("INCOMPATIBLE", f"transformers has no bare model for model_type {config.model_type!r}") from error
+
+
+def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
+    if named.endswith("ForTokenClassification"):
+        return "token-classifier"
+    if named.endswith("ForSequenceClassification"):
+        labels = [str(label).lower() for label in (config.id2label or {}).values()]
+        if all(any(label.startswith(start) for label in labels) for start in (_ENTAILS, _OPPOSES)):
+            return "zero-shot-classifier"
+        if config.num_labels == 1:
+            return "cross-encoder"
+        message = f"{named} has the labels {', '.join(labels[:6])}: neither one score nor entailment; a score of two needs an entry by hand"
+        raise load_failed("INCOMPATIBLE", f"{message}, with family cross-encoder and head.activation softmax")
+    if named.endswith("ForCausalLM") and not modules.kinds:
+        message = f"{named} without modules.json is a language model: what its vectors are, no file says"
+        raise load_failed("INCOMPATIBLE", f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token")
+    return "text-encoder"
+
+
+def _outputs(folder: Path, config: PretrainedConfig, modules: Modules, backbone: Any, report: Inspection) -> dict[str, int]:
+    vocabulary = backbone.get_input_embeddings().num_embeddings
+    widths = [layer.out_features for layer in modules.layers]
+    if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
+        layer = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)
+        report.found.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
+        return {"dense": config.hidden_size, "sparse": vocabulary, "multivector": layer["weight"].shape[0], "score": 0}
+    if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
+        report.found.append(f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}")
+        return {"sparse": vocabulary}
+    if not modules.kinds and (width := _stored_width(modules.folder, "linear.weight")):
+        report.found.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
+        return {"multivector": width}
+    if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
+        width = widths[-1] if widths else config.hidden_size
+        report.found.append(f"multivector, {width} wide: modules.json has no Pooling")
+        return {"multivector": width}
+    width = widths[-1] if widths else config.hidden_size
+    report.found.append(f"dense, {width} wide: {'the last Dense of modules.json' if widths else 'config.json'}")
+    return {"dense": width}
+
+
+def _stored_width(folder: Path, name: str) -> int:
+    """The rows of one matrix, from the header of its file; 0 without it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118  not a mapping
+                return int(file.get_slice(name).get_shape()[0])
+    return 0
+
+
+def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, report: Inspection) -> int:
+    limits = {
+        "max_seq_length of sentence_bert_config.json": read_json(modules.folder / "sentence_bert_config.json").get("max_seq_length"),
+        "model_max_length of tokenizer_config.json": _tokenizer_limit(modules.folder),
+        "max_position_embeddings of config.json": getattr(config, "max_position_embeddings", None),
+    }
+    counted = next((module for module in backbone.modules() if hasattr(module, "create_position_ids_from_input_ids")), None)
+    if counted is not None:  # positions begin behind the pad id
+        limits["max_position_embeddings of config.json"] -= counted.padding_idx + 1
+    known = {name: limit for name, limit in limits.items() if limit and limit < _UNLIMITED}
+    if not known:
+        report.assumed.append("max_tokens is 512: no file has a limit")
+        return 512
+    name = min(known, key=known.__getitem__)
+    report.found.append(f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}")
+    return int(known[name])
+
+
+def _tokenizer_limit(folder: Path) -> int | None:
+    limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    return int(limit) if limit and limit < _UNLIMITED else None
+
+
+def _head(folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[str, Any], report: Inspection) -> dict[str, Any]:
+    if entry["family"] == "cross-encoder":
+        activation = _stored_activation(folder, config)
+        report.found.append(f"activation {activation}: as sentence-transformers decides")
+        return {"activation": activation}
+    if "sparse" in entry["outputs"] and "multivector" not in entry["outputs"]:
+        twice = modules.settings.get("SpladePooling", {}).get("activation_function") == "log1p_relu"
+        head: dict[str, Any] = {"sparse_activation": "log1p_log1p_relu" if twice else "log1p_relu"}
+        if modules.query_weights is not None or (folder / "idf.json").is_file():
+            report.found.append("queries are looked up: " + ("router_config.json" if modules.query_weights is not None else "idf.json"))
+            head["query_encoder"] = "idf"
+        return head
+    return _late_head(modules, report) if set(entry["outputs"]) == {"multivector"} else {}
+
+
+def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
+    """The options of late interaction as an entry writes them, if that means the same as the model's own files; else these decide."""
+    is_stanford = not modules.kinds
+    own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
+    markers = [repr(marker) if marker else "none" for marker in (own.query_marker, own.document_marker)]
+    filled = f"queries filled up to {own.expanded} tokens" if own.expanded else "queries not filled up"
+    report.found.append(f"markers {markers[0]} of queries, {markers[1]} of documents; {filled}")
+    head: dict[str, Any] = {
+        "query_marker": own.query_marker or None, "document_marker": own.document_marker or None,
+        "query_length": own.query_length or own.expanded or None, "document_length": own.document_length or None,
+        "query_expansion": bool(own.expanded), "attend_expansion": own.attends, "skip_punctuation": bool(own.skipped),
+    }  # fmt: skip
+    head = {name: value for name, value in head.items() if value is not None}
+    written = late_interaction(modules, HeadOptions(**head), is_stanford=is_stanford)
+    length = head.get("query_length", 0)
+    if (written.skipped, written.expanded, written.query_length or written.expanded) == (own.skipped, own.expanded, length):
+        return head
+    report.found.append("its own files decide lengths, expansion and skipped words, which an entry cannot write as they do")
+    return {}
+
+
+def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dict[str, Any]:
+    raw = read_json(modules.folder / "config.json")
+    load: dict[str, Any] = {}
+    if (raw.get("dtype") or raw.get("torch_dtype")) == "bfloat16":
+        load["precision"] = "bfloat16"
+    if raw.get("is_causal") is False:
+        load["causal"] = False
+        report.found.append("attention in both directions: is_causal of config.json")
+    if read_json(modules.folder / "tokenizer_config.json").get("add_eos_token") is True:
+        load["append_eos"] = True
+        report.found.append("texts end with the end token: add_eos_token of tokenizer_config.json")
+    if raw.get("auto_map"):
+        report.assumed.append(f"the code of its repository is not run: the class of transformers for {config.model_type} stands for it")
+    return load
+
+
+def _pooling(modules: Modules, report: Inspection, *, is_masked: bool) -> None:
+    pooling = modules.pooling or "mean"
+    if modules.pooling:
+        report.found.append(f"pooling {pooling}, {'normalised' if modules.normalizes else 'not normalised'}: modules.json")
+    else:
+        report.assumed.append("pooling mean, normalised: no modules.json says how tokens become one vector")
+        if is_masked:
+            report.assumed.append("no sparse output: a SPLADE model without modules.json needs outputs.sparse, the size of its vocabulary")
+    report.entry["run"] = {"pooling": pooling, "normalize": modules.normalizes or not modules.pooling}
+
+
+def _prompts(folder: Path, report: Inspection) -> None:
+    stored = read_json(folder / "config_sentence_transformers.json").get("prompts") or {}
+    chosen = {"query": stored.get("query"), "document": stored.get("document") or stored.get("passage")}
+    prompts = {}
+    for side, prompt in chosen.items():
+        if not prompt:
+            continue
+        prompts[side] = f"{prompt}{{text}}"
+        if taught := _INSTRUCTION.fullmatch(prompt):
+            prompts[side] = f"{taught[1]}{{instruction}}{taught[3]}{{text}}"
+            prompts["default_instruction"] = taught[2]
+    if prompts:
+        report.entry["prompts"] = prompts
+        report.found.append(f"prompts of {' and '.join(side for side in chosen if side in prompts)}: config_sentence_transformers.json")
+    if others := sorted(name for name, prompt in stored.items() if prompt and name not in ("query", "document", "passage")):
+        report.found.append(f"prompts that a request gives itself, as instruction: {', '.join(others)}")
+
+
+def _licence(folder: Path) -> str:
+    """From the front matter of the model card."""
+    card = folder / "README.md"
+    parts = card.read_text("utf-8", "replace").split("---\n", 2) if card.is_file() else []
+    if len(parts) < 3 or parts[0].strip():
+        return ""
+    try:
+        front = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return ""
+    named = front.get("license_name") or front.get("license") if isinstance(front, dict) else None
+    return str(named) if named else ""

@@ -1,0 +1,255 @@
+"""`sie models`: what a model folder or a repository of the hub is, and an entry of the catalogue for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from sie_cli.options import loaded
+from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
+from sie_contracts.errors import SIEError
+from sie_contracts.runtime.feed import read_folder
+from sie_contracts.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+")
+SAMPLE, SECOND = "A short sentence of everyday words.", "Ada Lovelace wrote to Charles Babbage in London."
+LABELS = ["person", "place"]
+
+
+class Refused(click.ClickException):
+    """What was asked cannot be done, in one line."""
+
+
+@click.group()
+def models() -> None:
+    """Look at models and add them to the catalogue.
+
+    \b
+    sie models inspect ./my-model              what the folder is, as a catalogue entry
+    sie models inspect ./my-model --check      load it too and show what it answers
+    sie models inspect BAAI/bge-small-en-v1.5  the same for a repository of the hub
+    sie models add ./my-model --id my/model    write the entry where `sie serve` reads it
+    """
+
+
+def _source(command: F) -> F:
+    """The arguments that both commands share."""
+    for option in (
+        click.option("--revision", metavar="COMMIT", help="Commit of a hub repository. Without one: what its main branch is now, pinned."),
+        click.argument("source", metavar="ID_OR_FOLDER"),
+    ):
+        command = option(command)
+    return command
+
+
+@models.command()
+@_source
+@click.option("--check", is_flag=True, help="Load the model on the CPU and show what it gives for a sample.")
+def inspect(source: str, revision: str | None, check: bool) -> None:
+    """Print the catalogue entry of ID_OR_FOLDER, what its files say and what was assumed because none does.
+
+    ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as BAAI/bge-small-en-v1.5.
+    That is taken from the local cache (SIE_LOCAL_CACHE), else downloaded (SIE_HF_FALLBACK). No weights are loaded without --check.
+    """
+    settings = loaded({}).settings
+    text, entry = _inspected(settings, source, "", revision)
+    click.echo(text, nl=False)
+    if check:
+        click.echo()
+        try:
+            for line in answers(entry, settings):
+                click.echo(line)
+        except SIEError as error:
+            raise Refused(error.message) from error
+
+
+@models.command()
+@_source
+@click.option("--id", "name", default="", metavar="NAME", help="Name of the model in requests. Default: the hub id or the folder's name.")
+@click.option("--models-dir", metavar="DIR", help="Folder of the entries. Default: SIE_MODELS_DIR, else ./models.")
+@click.option("--force", is_flag=True, help="Replace an entry that is there.")
+def add(source: str, revision: str | None, name: str, models_dir: str | None, force: bool) -> None:
+    """Write the catalogue entry of ID_OR_FOLDER to DIR/NAME.yaml, where `sie serve` finds it at its next start.
+
+    The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you like: lines that
+    begin with `# assumed` are those that no file of the model says. A model that the packaged catalogue knows keeps its options.
+    """
+    settings = loaded({}).settings
+    folder = models_dir or settings.models_dir or "./models"
+    if folder.startswith(("s3://", "gs://")):
+        raise Refused(f"{folder} is not a local folder: name one with --models-dir")
+    text, entry = _inspected(settings, source, name, revision)
+    file = Path(folder).expanduser() / f"{entry.id}.yaml"
+    if file.exists() and not force:
+        raise Refused(f"{file} exists: --force replaces it")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, "utf-8")
+    click.echo(f"wrote {file}")
+    if Path(folder).resolve() != Path(settings.models_dir or "./models").resolve():
+        click.echo(f"serve it with SIE_MODELS_DIR={folder}")
+
+
+def _inspected(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
+    """The text of an entry's file, and the entry. Raises Refused."""
+    from sie_adapter.inspection import inspect as inspect_folder
+
+    try:
+        folder, weights, model = _located(settings, source, revision)
+        model = name or model
+        if not MODEL_ID.fullmatch(model):
+            raise Refused(f"{model!r} cannot be the id of a model: name one with --id")
+        known = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
+        report = inspect_folder(folder, model, weights, known)
+        return _yaml(report.entry, report.found, report.assumed), parse_entry(report.entry)
+    except SIEError as error:
+        raise Refused(error.message) from error
+
+
+def _yaml(entry: dict[str, Any], found: list[str], assumed: list[str]) -> str:
+    import yaml
+
+    notes = [*(f"# found: {line}" for line in found), *(f"# assumed: {line}" for line in assumed)]
+    return "\n".join((*notes, yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=130)))
+
+
+def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
+    """The local folder, the `weights` of an entry, and a name. Raises Refused, ModelLoadFailed."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision:
+            raise Refused(f"{source} is a folder: --revision is for repositories of the hub")
+        return folder, {"path": str(folder.resolve())}, re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
+    if not _HUB_ID.fullmatch(source):
+        raise Refused(f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name")
+    commit = _commit(settings, source, revision)
+    return _repository(settings, source, commit), {"hub": source, "revision": commit}, source
+
+
+def _commit(settings: Settings, hub: str, revision: str | None) -> str:
+    """The full commit of `revision`; of none: that of the packaged catalogue, else the only one in the cache, else the main branch now."""
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    known = read_folder(packaged_folder() / "models").get(hub)
+    if not revision and known is not None and known.weights.hub == hub and known.weights.revision:
+        return known.weights.revision
+    cached = sorted((settings.cache_folder / "hub" / f"models--{hub.replace('/', '--')}" / "snapshots").glob("*"))
+    if not revision and len(cached) == 1:
+        return cached[0].name
+    if not settings.hf_fallback:
+        raise Refused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        commit = HfApi().model_info(hub, revision=revision).sha
+    except (HfHubHTTPError, httpx.HTTPError) as error:
+        raise Refused(f"the hub does not tell the commit of {hub} ({type(error).__name__}): give --revision COMMIT") from error
+    if commit is None:
+        raise Refused(f"the hub names no commit of {hub}: give --revision COMMIT")
+    return commit
+
+
+def _repository(settings: Settings, hub: str, commit: str) -> Path:
+    """The snapshot of a commit: from the cache, else downloaded. The kind of model decides which of its files are fetched."""
+    from sie_adapter.weights import WeightSources
+
+    def sources(family: str, *, may_download: bool) -> Path:
+        stub = parse_entry({"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1})
+        return WeightSources(settings.cache_folder, may_download).folder(stub)
+
+    for family in ("gliner", "text-encoder"):
+        try:
+            return sources(family, may_download=False)
+        except SIEError:
+            continue
+    if not settings.hf_fallback:
+        return sources("text-encoder", may_download=False)  # the error says where it was looked for
+    import httpx
+    from huggingface_hub import file_exists
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        is_gliner = file_exists(hub, "gliner_config.json", revision=commit)
+    except (HfHubHTTPError, httpx.HTTPError) as error:
+        raise Refused(f"{hub}@{commit} could not be downloaded: {type(error).__name__}") from error
+    return sources("gliner" if is_gliner else "text-encoder", may_download=True)
+
+
+def answers(entry: ModelEntry, settings: Settings) -> list[str]:
+    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises ModelLoadFailed."""
+    import dataclasses
+
+    from sie_adapter.engine import Engine
+    from sie_sidecar.tokens import ModelTokenizer
+
+    engine = Engine(dataclasses.replace(settings, device="cpu"))
+    try:
+        resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
+        weights = resident.weights
+        tokenizer = ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens))
+        lines = [f"loaded in {resident.load_s:.1f} s, {weights.precision}, attention {weights.attention}"]
+        for task in entry.tasks:
+            lines += _sample(engine, entry, task, tokenizer)
+        return lines
+    finally:
+        engine.stop(10)
+
+
+def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
+    import numpy as np
+
+    from sie_adapter.lanes import Job
+    from sie_contracts.ipc import BatchDone, Group, RunBatch
+    from sie_contracts.messages import Input, Ok
+    from sie_contracts.options import run_options
+    from sie_sidecar import rows as rowing
+
+    outputs = [name for name in entry.outputs if name in ("dense", "sparse", "multivector")]
+    parameters: dict[str, Any] = {"encode": {"output_types": outputs}, "extract": {"labels": LABELS}}.get(task, {})
+    options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), parameters, task)[1].run
+    texts = [SECOND] if task != "encode" else [SAMPLE]
+    work = rowing.Work([Input(text) for text in texts], Input(SAMPLE) if task == "score" else None, options)
+    with engine.residency.use(entry.id) as resident:
+        layout = resident.weights.rows[task]
+    (made,) = rowing.make(tokenizer, layout, [work])
+    message = RunBatch(
+        "check", entry.id, task, np.array([len(row.ids) for row in made.rows], "<i4").tobytes(),
+        np.concatenate([row.ids for row in made.rows]).astype("<i4").tobytes(), (Group(0, len(made.rows), options, len(texts)),),
+        rowing.types_of(made.rows), tuple(rowing.texts_of(work)) if layout.layout in ("raw", "spans") else (),
+        rowing.offsets_of(made.rows), options.pooling,
+    )  # fmt: skip
+    replies: list[Any] = []
+    job = Job(message, replies.append)
+    engine.lanes.submit(job)
+    job.finished.wait()
+    reply = replies[-1]
+    if not isinstance(reply, BatchDone):
+        raise Refused(f"{task} failed: {reply.error.code}: {reply.error.message}")
+    outcome = reply.outcomes[0]
+    if not isinstance(outcome, Ok):
+        raise Refused(f"{task} failed: {outcome.error.code}: {outcome.error.message}")
+    return _shown(task, texts[0], outcome, reply.block)
+
+
+def _shown(task: str, text: str, outcome: Any, block: bytes) -> list[str]:
+    import numpy as np
+
+    if task == "score":
+        return [f"score({SAMPLE!r}, {text!r}): {outcome.score:.6f}"]
+    if task == "extract":
+        return [f"extract({text!r}): {outcome.data}"]
+    lines = []
+    for name, array in outcome.outputs.items():
+        values = np.frombuffer(block, array.dtype, int(np.prod(array.shape)), array.offset).reshape(array.shape)
+        first = values if values.ndim == 1 else values[0]
+        norm = float(np.linalg.norm(first.astype(np.float64)))
+        lines.append(f"{name} {list(array.shape)}: norm {norm:.6f}, first values {' '.join(f'{value:.6f}' for value in first[:3])}")
+    return [f"encode({text!r}), {outcome.tokens} tokens", *lines]

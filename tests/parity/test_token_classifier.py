@@ -1,0 +1,182 @@
+"""Token classification through the adapter against transformers' pipeline with aggregation "simple" on the same folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
+
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import Ok
+
+FAMILY = "token-classifier"
+BIO = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+PLAIN = ("O", "person", "place")
+NAMES = ["bert", "xlm-roberta", "modernbert", "deberta-v2", "roberta", "distilbert", "electra"]
+MAX_DIFFERENCE = 1e-5
+ODD = [
+    "Anna met 👩‍💻 in Zürich 😀😀, then went home",
+    "e\u0301te\u0301 na\u0308ive cafe\u0301 in winter",
+    "שלום עולם, مرحبا بالعالم and music",
+    "  spaces   and\ttabs\nlines ",
+    "東京 and 中文字 in the garden",
+    "",
+    "😀",
+    "[SEP] search [CLS]",
+]  # fmt: skip
+
+Folders = Callable[..., Path]
+Entities = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("token-classifiers")
+
+    @functools.cache
+    def folder(name: str, labels: tuple[str, ...] = BIO) -> Path:
+        return balanced(build_head(root / f"{name}-{'-'.join(labels)}", name, AutoModelForTokenClassification, labels))
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScoringEngine]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = ScoringEngine()
+    yield engine
+    engine.stop()
+    torch.set_num_threads(threads)
+
+
+def balanced(folder: Path) -> Path:
+    """A random classifier has a favourite label; this one gives each its share of the tokens."""
+    model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[0] for text in [*ODD, *ragged_documents(24, longest=80)]])
+        spread = 1.5 / logits.std(0)
+        model.classifier.weight.mul_(spread[:, None])
+        model.classifier.bias.sub_(logits.mean(0)).mul_(spread)
+    model.save_pretrained(folder)
+    return folder
+
+
+def expected_entities(folder: Path, texts: list[str]) -> list[Entities]:
+    """Of each text, with the text that its offsets cover; the pipeline's own `word` is what the tokenizer makes of the ids."""
+    reference = pipeline("token-classification", model=str(folder), aggregation_strategy="simple", device="cpu")
+    return [
+        [
+            {
+                "text": text[found["start"] : found["end"]], "label": found["entity_group"], "score": float(found["score"]),
+                "start": found["start"], "end": found["end"],
+            }
+            for found in reference(text)
+        ]
+        for text in texts
+    ]  # fmt: skip
+
+
+def assert_equal(found: list[Entities], expected: list[Entities]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [{**each, "score": 0} for each in ours] == [{**each, "score": 0} for each in theirs]
+        assert [each["score"] for each in ours] == pytest.approx([each["score"] for each in theirs], abs=MAX_DIFFERENCE)
+
+
+def entities(scoring: Scoring, texts: list[str], **parameters: Any) -> list[Entities]:
+    return [found["entities"] for found in scoring.found(texts, **parameters)]
+
+
+@pytest.mark.parametrize("labels", [BIO, PLAIN], ids=["bio", "plain"])
+@pytest.mark.parametrize("name", NAMES)
+def test_entities_equal_the_pipeline(name: str, labels: tuple[str, ...], engine: ScoringEngine, folders: Folders) -> None:
+    """Kinds, scores and offsets in code points, of texts with several bytes a character and several characters a grapheme."""
+    folder = folders(name, labels)
+    scoring = engine.load(folder, FAMILY)
+    texts = [*ODD, *ragged_documents(24, longest=120)]
+    expected = expected_entities(folder, texts)
+    assert sum(map(len, expected)) > 50
+    assert {each["label"] for found in expected for each in found} == {label.rpartition("-")[2] for label in labels[1:]}
+    assert_equal(entities(scoring, texts), expected)
+
+
+def test_a_text_past_the_limit_is_cut_as_the_pipeline_cuts_it(engine: ScoringEngine, folders: Folders) -> None:
+    folder = folders("bert")
+    long = " ".join(ragged_documents(30, seed=4))
+    scoring = engine.load(folder, FAMILY)
+    assert_equal(entities(scoring, [long]), expected_entities(folder, [long]))
+    ((row,),) = scoring.rows([Asked([long])])
+    assert row.truncated
+
+
+def test_entities_are_the_same_in_any_company(engine: ScoringEngine, folders: Folders) -> None:
+    scoring = engine.load(folders("xlm-roberta"), FAMILY)
+    texts = [*ODD, *ragged_documents(8)]
+    asked = [Asked(texts[:3]), Asked(texts[3:9], None, {"threshold": 0.5}), Asked(texts[9:])]
+    for each, outcomes in zip(asked, scoring.run(asked), strict=True):
+        for text, outcome in zip(each.texts, outcomes, strict=True):
+            assert isinstance(outcome, Ok)
+            assert outcome.data is not None
+            assert_equal([outcome.data["entities"]], entities(scoring, [text], **each.parameters))
+
+
+def test_a_threshold_drops_what_is_below_it(engine: ScoringEngine, folders: Folders) -> None:
+    scoring = engine.load(folders("bert"), FAMILY)
+    texts = ragged_documents(10)
+    everything = entities(scoring, texts)
+    least = sorted(each["score"] for found in everything for each in found)[20]
+    found = entities(scoring, texts, threshold=least)
+    assert_equal(found, [[each for each in all_of if each["score"] >= least] for all_of in everything])
+    assert sum(map(len, found)) < sum(map(len, everything))
+
+
+def test_shuffled_names_stay_with_their_numbers(engine: ScoringEngine, folders: Folders) -> None:
+    folder = folders("bert", ("I-LOC", "B-PER", "O", "I-PER", "B-LOC"))
+    texts = ragged_documents(10)
+    assert_equal(entities(engine.load(folder, FAMILY), texts), expected_entities(folder, texts))
+
+
+def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    """BIOES: what the pipeline takes for kinds of their own. The same weights with B- and I- in their place give the same entities."""
+    five, plain = ("O", "B-PER", "I-PER", "E-PER", "S-PER"), ("O", "B-PER", "I-PER", "I-PER", "B-PER")
+    texts = ragged_documents(12)
+    as_bio = tmp_path / "bio"
+    as_bio.mkdir()
+    for file in folders("bert", five).iterdir():
+        (as_bio / file.name).write_bytes(file.read_bytes())
+    config = json.loads((as_bio / "config.json").read_text())
+    (as_bio / "config.json").write_text(json.dumps({**config, "id2label": dict(enumerate(plain)), "label2id": {}}))
+    found = entities(engine.load(folders("bert", five), FAMILY), texts)
+    assert_equal(found, expected_entities(as_bio, texts))
+    assert {each["label"] for all_of in found for each in all_of} == {"PER"}
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "electra"])
+def test_a_missing_head_is_refused(name: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    for file in folders(name).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["classifier.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadFailed, match=r"classifier\.weight"):
+        engine.load(tmp_path, FAMILY)
+
+
+def test_a_pooler_that_nothing_reads_is_no_fault(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    """BERT taggers were saved with one."""
+    for file in folders("bert").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    width = tensors["classifier.weight"].shape[1]
+    tensors |= {"bert.pooler.dense.weight": torch.randn(width, width), "bert.pooler.dense.bias": torch.randn(width)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    texts = ragged_documents(5)
+    assert_equal(entities(engine.load(tmp_path, FAMILY), texts), expected_entities(folders("bert"), texts))

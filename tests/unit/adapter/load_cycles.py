@@ -1,0 +1,40 @@
+"""A child process that loads and unloads a model: resident memory before and after each cycle, bytes, as JSON.
+
+    python load_cycles.py SMALL_FOLDER LARGE_FOLDER CYCLES
+
+The small model is of the same kind and is loaded first, so that imports and what the kernels keep are not taken for the model's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+
+from sie_adapter import engine as engines
+from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
+from sie_contracts.settings import Settings
+
+
+def main(small: str, large: str, cycles: str) -> None:
+    engines.prepare_process()
+    engine = engines.Engine(Settings(device="cpu"))
+    process = psutil.Process()
+    resident, weights = [], 0
+    for folder in (small, *[large] * int(cycles)):
+        width = json.loads(Path(folder, "config.json").read_text())["hidden_size"]
+        entry = ModelEntry(
+            id="m", weights=Weights(path=folder), family="text-encoder", outputs={"dense": width}, max_tokens=64,
+            load=LoadOptions(precision="float32"),
+        )  # fmt: skip
+        weights = engine.residency.ensure("m", entry, "default", ())[0].weights.memory_bytes
+        engine.residency.release("m")
+        resident.append(process.memory_info().rss)
+    engine.stop(5)
+    print(json.dumps({"resident": resident, "weights": weights}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

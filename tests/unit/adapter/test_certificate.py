@@ -1,0 +1,345 @@
+"""What is checked before a model serves: each fault refuses the load and is named, on copies of one good model with digests and golden."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModel, AutoModelForSequenceClassification
+from unit.adapter import toys
+
+from sie_adapter import attention, calibration, certificate
+from sie_adapter.attention import Kernel, Pattern
+from sie_adapter.loading import Loader
+from sie_adapter.weights import WeightSources
+from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, Weights
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.runtime.feed import packaged_catalogue
+from sie_contracts.settings import Settings
+
+TEXTS = [" ".join(f"w{(17 * start + step) % 100 + 6}" for step in range(length)) for start, length in enumerate((1, 5, 5, 20, 64, 150))]
+PROMPT = "w9 w10 "
+FILES = ("model.safetensors", "config.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
+
+
+def loader(cache: Path = Path("/nowhere"), precision: str = "float32") -> Loader:
+    return Loader(torch.device("cpu"), WeightSources(cache, False), Settings(default_compute_precision=precision))
+
+
+def resolved(entry: ModelEntry) -> Resolved:
+    return Catalogue.resolve_profile(entry, "default", "m")
+
+
+def refusal(entry: ModelEntry, cache: Path = Path("/nowhere")) -> ModelLoadFailed:
+    with pytest.raises(ModelLoadFailed) as raised:
+        loader(cache).load(resolved(entry))
+    return raised.value
+
+
+def changed(entry: ModelEntry, **changes: Any) -> ModelEntry:
+    return msgspec.structs.replace(entry, **changes)
+
+
+def without_digests(entry: ModelEntry) -> ModelEntry:
+    return changed(entry, weights=Weights(path=entry.weights.path))
+
+
+def oracle(folder: Path, ids: list[int]) -> list[float]:
+    """The mean of the states of stock transformers."""
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]))[0][0].mean(0).tolist()  # type: ignore[no-any-return]
+
+
+def made(folder: Path) -> ModelEntry:
+    """A folder as sentence-transformers lays it out, with its entry: digests, prompts and golden vectors of the good model."""
+    toys.save(folder, "bert")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    (folder / "modules.json").write_text(json.dumps([{"type": f"st.models.{kind}", "path": path} for path, kind in kinds.items()]))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": PROMPT, "document": ""}}))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    cases: list[dict[str, Any]] = [{"text": text} for text in TEXTS] + [{"text": TEXTS[1], "is_query": True}]
+    for case in cases:
+        case["vector"] = oracle(folder, tokenizer.encode((PROMPT if "is_query" in case else "") + case["text"]).ids)
+    (folder / "golden.json").write_text(json.dumps({"dense": cases}))
+    return toys.entry(folder, golden=str(folder / "golden.json"), prompts={"query": f"{PROMPT}{{text}}"})
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
+    return made(tmp_path_factory.mktemp("models") / "good")
+
+
+@pytest.fixture
+def copy(good: ModelEntry, tmp_path: Path) -> ModelEntry:
+    """The good model in a folder of the test's own, whose entry knows its digests; the golden vectors stay where they are."""
+    folder = shutil.copytree(good.weights.path, tmp_path / "good")
+    return changed(good, weights=Weights(path=str(folder), digests=digests(folder)))
+
+
+def with_weights(folder: Path, change: Callable[[dict[str, Tensor]], None], file: str = "model.safetensors") -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, {"format": "pt"})
+
+
+def test_a_good_model_says_what_held(copy: ModelEntry) -> None:
+    found = loader().load(resolved(copy)).certificate
+    assert set(found["digests"]) == set(FILES)
+    assert found["packed"]["dense"] >= 0.99999
+    assert found["golden"] >= 0.99999
+    assert found["seconds"] > 0
+
+
+# the faults
+
+
+def _layer_norm(tensors: dict[str, Tensor]) -> None:
+    tensors["encoder.layer.2.output.LayerNorm.weight"][3] += 1.0
+
+
+def test_a_corrupt_layer_norm_is_refused(copy: ModelEntry) -> None:
+    """W3: by the digest, and where there is none by the golden vectors."""
+    with_weights(Path(copy.weights.path), _layer_norm)
+    error = refusal(copy)
+    assert error.extras["error_class"] == "CERTIFICATE"
+    assert "model.safetensors has the SHA-256" in error.message
+    error = refusal(without_digests(copy))
+    assert error.extras["error_class"] == "CERTIFICATE"
+    assert "golden vector" in error.message
+    assert "0.9999" in error.message
+
+
+def test_another_pooling_in_the_entry_is_refused(copy: ModelEntry) -> None:
+    """W3."""
+    error = refusal(changed(copy, run=msgspec.structs.replace(copy.run, pooling="cls")))
+    assert (error.extras["error_class"], "run.pooling is cls, its 1_Pooling says mean" in error.message) == ("CERTIFICATE", True)
+
+
+def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
+    """W3: by the digest, by what the entry says, by the golden vectors."""
+    (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    bare = without_digests(copy)
+    says = changed(bare, run=msgspec.structs.replace(bare.run, pooling="mean"))
+    for entry, text in ((copy, "1_Pooling/config.json has the SHA-256"), (says, "its 1_Pooling says cls"), (bare, "golden vector")):
+        error = refusal(entry)
+        assert error.extras["error_class"] == "CERTIFICATE"
+        assert text in error.message
+
+
+@pytest.mark.parametrize("prompts", [{}, {"query": "{text}"}, {"query": "w9 {text}"}])
+def test_a_prompt_that_the_model_has_and_the_entry_lacks_is_refused(prompts: dict[str, str], copy: ModelEntry) -> None:
+    """W6."""
+    error = refusal(changed(copy, prompts=prompts))
+    assert error.extras["error_class"] == "CERTIFICATE"
+    assert f"prompts.query is {prompts.get('query', '{text}')!r}" in error.message
+    assert repr(PROMPT) in error.message
+
+
+def test_a_prompt_that_was_changed_in_both_places_is_refused_by_the_golden_vectors(copy: ModelEntry) -> None:
+    """W6."""
+    (Path(copy.weights.path) / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "w50 w60 w70 "}}))
+    error = refusal(changed(without_digests(copy), prompts={"query": "w50 w60 w70 {text}"}))
+    assert f"golden vector {len(TEXTS)} " in error.message
+
+
+def test_an_instruction_takes_the_place_of_a_stored_prompt(copy: ModelEntry) -> None:
+    entry = changed(copy, prompts={"query": "{instruction}{text}", "default_instruction": PROMPT})
+    assert loader().load(resolved(entry)).certificate["golden"] >= 0.99999
+
+
+def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
+    """W5: it would be made up."""
+    folder = toys.save(tmp_path / "cross", "bert", auto=AutoModelForSequenceClassification, num_labels=1)
+    entry = toys.entry(folder, family="cross-encoder", outputs={"score": 0})
+    found = loader().load(resolved(entry)).certificate
+    assert found["packed"]["score"] >= 0.9999
+    with_weights(folder, lambda tensors: tensors.__delitem__("classifier.weight"))
+    error = refusal(entry)
+    assert error.extras["error_class"] == "INCOMPATIBLE"
+    assert "missing keys: classifier.weight" in error.message
+
+
+def test_files_of_another_revision_are_refused(good: ModelEntry, copy: ModelEntry, tmp_path: Path) -> None:
+    """W12: a folder with other weights, and a cache that holds another commit."""
+    folder = Path(copy.weights.path)
+    with_weights(folder, lambda tensors: tensors.update({name: tensor * 1.01 for name, tensor in tensors.items()}))
+    assert "of another revision" in refusal(copy).message
+    snapshot = tmp_path / "hub" / "models--toy--good" / "snapshots" / OTHER_COMMIT
+    shutil.copytree(good.weights.path, snapshot)
+    error = refusal(changed(copy, weights=Weights(hub="toy/good", revision=COMMIT)), tmp_path)
+    assert error.extras["error_class"] == "NOT_FOUND"
+    assert f"toy/good@{COMMIT} is not in the local cache" in error.message
+    right = changed(copy, weights=Weights(hub="toy/good", revision=OTHER_COMMIT))
+    assert loader(tmp_path).load(resolved(right)).certificate["golden"] >= 0.99999
+
+
+def test_a_digest_of_a_file_that_is_not_there(copy: ModelEntry) -> None:
+    entry = changed(copy, weights=Weights(path=copy.weights.path, digests={"2_Dense/model.safetensors": "0" * 64}))
+    assert "2_Dense/model.safetensors, which is not among its files" in refusal(entry).message
+
+
+@pytest.mark.parametrize(
+    ("golden", "text"),
+    [({}, "hold nothing"), ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, its own 32"), (None, "are not there")],
+)
+def test_golden_vectors_that_do_not_fit_are_refused(golden: dict[str, Any] | None, text: str, copy: ModelEntry, tmp_path: Path) -> None:
+    file = tmp_path / "golden.json"
+    if golden is not None:
+        file.write_text(json.dumps(golden))
+    error = refusal(changed(copy, golden=str(file)))
+    assert error.extras["error_class"] == "CERTIFICATE"
+    assert text in error.message
+
+
+# the packed path
+
+
+def _less_one_key(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
+    seen = max(1, key.shape[2] - 1)
+    attention._attend_fused(query, key[:, :, :seen], value[:, :, :seen], scale, pattern, output)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_kernel_that_is_wrong_and_was_chosen_for_its_speed_is_refused(
+    precision: str, copy: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W3: the trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights show it."""
+    monkeypatch.setitem(attention._GROUPED, Kernel.BLOCKS, _less_one_key)
+    monkeypatch.setattr(calibration, "measure", lambda *shape: calibration.uniform(Kernel.BLOCKS))
+    entry = changed(copy, golden="", load=msgspec.structs.replace(copy.load, precision=precision))
+    error = refusal(entry)
+    assert error.extras["error_class"] == "CERTIFICATE"
+    assert "the packed path of output dense has cosine" in error.message
+    assert f"bound {0.9999 if precision == 'float32' else 0.999}" in error.message
+
+
+def test_a_wrong_kernel_that_the_trial_meets_costs_speed_and_not_the_model(copy: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention._GROUPED, Kernel.SDPA, _less_one_key)
+    model = loader().load(resolved(copy))
+    assert model.attention == "sdpa padded"
+    assert model.certificate["golden"] >= 0.99999
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3", "mpnet"])
+def test_right_models_hold_their_bound_in_16_bit(kind: str, tmp_path: Path) -> None:
+    model = loader(precision="bfloat16").load(resolved(toys.entry(toys.save(tmp_path / "toy", kind))))
+    assert model.certificate["packed"]["dense"] >= certificate.COSINE_16
+
+
+def _turned(rows: list[Tensor], cosine: float) -> list[Tensor]:
+    """Each row turned away from itself, to this cosine."""
+    found = []
+    for row in rows:
+        side = torch.randn(row.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        side -= row * (side @ row) / (row @ row)
+        found.append(row * cosine + side / side.norm() * row.norm() * (1 - cosine**2) ** 0.5)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cosine", "holds"),
+    [
+        (torch.float32, 0.99991, True), (torch.float32, 0.99989, False),
+        (torch.bfloat16, 0.9991, True), (torch.bfloat16, 0.9989, False), (torch.float16, 0.9991, True), (torch.float16, 0.9989, False),
+    ],
+)  # fmt: skip
+def test_the_bound_is_that_of_the_precision(dtype: torch.dtype, cosine: float, holds: bool, good: ModelEntry) -> None:
+    rows = list(torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    others = [*rows[:4], *_turned(rows[4:], cosine)]
+    if holds:
+        assert certificate._agree(good, "it", rows, others, dtype) == pytest.approx(cosine, abs=1e-6)
+    else:
+        with pytest.raises(ModelLoadFailed, match=f"has cosine {cosine}"):
+            certificate._agree(good, "it", rows, others, dtype)
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_scores_must_also_rank_as_the_reference(labels: int, good: ModelEntry) -> None:
+    """Kendall's tau 0.98: large scores that are all alike have a good cosine in any order."""
+    values = 10 + torch.arange(40) * 1e-3
+    rows = [torch.tensor([value] if labels == 1 else [-value, value]) for value in values.tolist()]
+    assert certificate._agree(good, "it", rows, rows, torch.float32) == 1.0
+    swapped = [*rows[:4], *rows[:3:-1]]
+    with pytest.raises(ModelLoadFailed, match=r"ranks otherwise.*Kendall's tau"):
+        certificate._agree(good, "it", rows, swapped, torch.float32)
+
+
+def test_sparse_rows_are_compared_by_id(good: ModelEntry) -> None:
+    ids, weights = torch.tensor([3, 7, 11]), torch.tensor([1.0, 2.0, 3.0])
+    row = (ids, weights)
+    assert certificate._agree(good, "it", [row], [(ids.flip(0), weights.flip(0))], torch.float32) == 1.0
+    with pytest.raises(ModelLoadFailed, match="has cosine"):
+        certificate._agree(good, "it", [row], [(ids + 1, weights)], torch.float32)
+    empty = (ids[:0], weights[:0])
+    assert certificate._agree(good, "it", [empty], [empty], torch.float32) == 1.0
+
+
+# once
+
+
+def test_a_swap_does_not_repeat_the_certificate_and_a_change_does(
+    copy: ModelEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real = certificate.certify
+
+    def counted(*given: Any) -> Any:
+        calls.append(given[2].entry.golden)
+        return real(*given)
+
+    monkeypatch.setattr(certificate, "certify", counted)
+    one = loader()
+    first, second = (one.load(resolved(copy)) for _ in range(2))
+    assert len(calls) == 1
+    assert first.certificate == second.certificate
+    golden = shutil.copy(copy.golden, tmp_path / "mine.json")
+    mine = changed(copy, golden=str(golden))
+    one.load(resolved(mine))
+    assert len(calls) == 2
+    (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True, "note": 1}))
+    with pytest.raises(ModelLoadFailed, match="1_Pooling"):
+        one.load(resolved(copy))
+    Path(golden).write_text("{}")
+    with pytest.raises(ModelLoadFailed, match="SHA-256"):
+        one.load(resolved(mine))
+    assert len(calls) == 4
+
+
+# the golden file that ships
+
+# sentence-transformers 6.2, float32: the first three values of each vector
+PUBLISHED = [
+    (0.011573, 0.025136, -0.036702), (-0.077851, -0.033280, 0.019743), (-0.019065, -0.093105, 0.055280), (-0.118838, 0.048299, -0.002548),
+    (-0.037936, 0.048721, -0.009999), (0.073833, 0.040385, 0.088571), (-0.032249, 0.003895, -0.011342),
+]  # fmt: skip
+
+
+def test_the_golden_vectors_of_minilm_are_the_published_ones_and_are_checked() -> None:
+    entry = packaged_catalogue().entries["sentence-transformers/all-MiniLM-L6-v2"]
+    cases = json.loads(certificate.golden_file(entry).read_text())["dense"]
+    vectors = np.array([case["vector"] for case in cases])
+    assert vectors.shape == (7, 384)
+    assert np.abs(vectors[:, :3] - PUBLISHED).max() <= 1e-5
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    found = loader().load(resolved(entry)).certificate
+    assert found["digests"] == ("model.safetensors",)
+    assert found["golden"] >= 0.999999

@@ -1,0 +1,81 @@
+"""The size of weights before they are loaded, and what a pass takes beside them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from unit.adapter import toys
+
+from sie_adapter import device as devices
+from sie_adapter.footprint import weight_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_floats_count_in_the_precision_they_will_have_and_the_rest_as_stored(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7), "c": torch.zeros(4, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert weight_bytes(tmp_path, 4) == 22 * 4 + 32
+    assert weight_bytes(tmp_path, 2) == 22 * 2 + 32
+
+
+def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated.safetensors"):
+        save_file({name: torch.zeros(10)}, tmp_path / name)
+    index = {"weight_map": {name: f"model-0000{name}-of-00002.safetensors" for name in "12"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(tmp_path, 4) == 80
+
+
+def test_it_is_what_a_loaded_model_has(tmp_path: Path) -> None:
+    """Within what a model computes from its configuration: buffers, which are not stored."""
+    folder = toys.save(tmp_path / "bert", "bert", hidden_size=64, intermediate_size=256)
+    assert weight_bytes(folder, 4) == pytest.approx(toys.load(folder, outputs={"dense": 64}).memory_bytes, rel=0.05)
+
+
+def test_the_peak_of_a_pass_is_what_it_allocated_at_most() -> None:
+    held: list[torch.Tensor] = []
+
+    def take_and_free() -> None:
+        torch.ones(50 << 18)  # 50 MiB, freed at once
+        held.append(torch.ones(20 << 18))
+
+    assert devices.peak_of(CPU, take_and_free) == pytest.approx(50 << 20, rel=0.1)
+    assert devices.peak_of(CPU, lambda: None) < 5 << 20
+
+
+def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:
+    now, more = devices.memory(CPU), devices.memory(CPU, 1 << 30)
+    assert more.percent > now.percent
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY, "the machine is the limit in this process"
+    assert more.used_bytes - now.used_bytes == pytest.approx(1 << 30, rel=0.2)
+
+
+def test_a_limit_on_the_data_of_the_process_is_its_memory() -> None:
+    """What the allocator has free again counts as free."""
+    program = """
+import resource, torch
+from sie_adapter import device as devices
+
+def held_bytes():
+    # with so much more, this limit is the tightest
+    memory = devices.memory(torch.device("cpu"), 1 << 30)
+    assert memory.total_bytes == 2 << 30
+    return memory.used_bytes
+
+resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+before = held_bytes()
+held = torch.ones(200 << 18)
+print(held_bytes() - before >> 20)
+del held
+print(abs(held_bytes() - before) >> 20)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.split() == ["200", "0"]

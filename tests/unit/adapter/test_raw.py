@@ -1,0 +1,176 @@
+"""Families that read texts by themselves: a list in, a list of the same length out, whatever a client asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from unit.adapter.test_batch import arrays, reasons, tokens
+
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.raw import run_raw
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.ipc import BatchDone, Group, RunBatch
+from sie_contracts.messages import Ok, RunOptions
+from sie_contracts.muvera import Muvera
+
+CPU = torch.device("cpu")
+RAW = RunOptions(normalize=False)
+NAN = float("nan")
+
+
+@dataclass
+class Letters:
+    """Counts letters. A text that is `bad` is an error of its own, `nan` overflows; `lost` results are left out."""
+
+    lost: int = 0
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+
+    def encode(self, texts: Sequence[str], options: RunOptions) -> list[Any]:
+        self.calls.append(tuple(texts))
+        if options.parameters.get("colour"):
+            raise InvalidInput("colour: no such thing", reason="schema")
+        found = [self._vectors(text) for text in texts]
+        return found[self.lost :]
+
+    def _vectors(self, text: str) -> dict[str, Any] | SIEError:
+        if text == "bad":
+            return InferenceFailed("bad", reason="their_own")
+        counts = [float(text.count(letter)) for letter in "abc"]
+        rows = np.eye(3)[["abc".index(letter) for letter in text if letter in "abc"]].reshape(-1, 3)
+        found: dict[str, Any] = {"dense": [NAN] * 3 if text == "nan" else counts, "sparse": ([1, 5], [0.5, 0.25]), "multivector": rows}
+        if text.startswith("nan in "):
+            name = text.removeprefix("nan in ")
+            found = {"dense": counts, name: ([1], [NAN]) if name == "sparse" else np.full((2, 3), NAN)}
+        if text == "only dense":
+            found = {"dense": counts}
+        return found
+
+    def score(self, query: str, texts: Sequence[str], options: RunOptions) -> list[Any]:
+        self.calls.append((query, *texts))
+        if query == "poison":
+            raise InvalidInput("poison", reason="poison")
+        found = [self._score(query, text) for text in texts]
+        return found[self.lost :]
+
+    def _score(self, query: str, text: str) -> float | SIEError:
+        if text == "bad":
+            return InferenceFailed("bad", reason="their_own")
+        return NAN if text == "nan" else len(set(query) & set(text))
+
+    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Any]:
+        self.calls.append(tuple(texts))
+        found = [self._found(text, option) for text, option in zip(texts, options, strict=True)]
+        return found[self.lost :]
+
+    def _found(self, text: str, option: ExtractOptions) -> dict[str, Any] | SIEError:
+        if text == "bad":
+            return InferenceFailed("bad", reason="their_own")
+        entities = [{"text": label, "start": text.index(label)} for label in option.labels if label in text]
+        return {"entities": entities, "threshold": option.threshold, "flat": option.parameters.get("flat_ner")}
+
+
+def run(operation: str, texts: Sequence[str], *groups: Group, family: Any = None, lengths: Sequence[int] | None = None) -> BatchDone:
+    counts = np.array([len(text) for text in texts] if lengths is None else lengths, "<i4")
+    message = RunBatch("b", "m", operation, counts.tobytes(), b"", groups, texts=tuple(texts))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        return run_raw(Letters() if family is None else family, message)
+
+
+def test_texts_become_vectors_with_the_options_of_their_group() -> None:
+    family = Letters()
+    cut = RunOptions(outputs=("dense",), dimensions=2)
+    three = RunOptions(outputs=("sparse", "multivector", "dense"), normalize=False, dtype="float16")
+    encoding = RunOptions(outputs=("dense",), muvera=Muvera(2, 1, None, None))
+    groups = (Group(0, 2, RAW), Group(2, 3, cut), Group(3, 3), Group(3, 4, three), Group(4, 5, encoding))
+    done = run("encode", ["a", "bb", "abc", "ca", "ab"], *groups, family=family)
+    assert family.calls == [("a", "bb"), ("abc",), ("ca",), ("ab",)]
+    got = arrays(done)
+    assert [found["dense"].tolist() for found in got[:2]] == [[1, 0, 0], [0, 2, 0]]
+    np.testing.assert_allclose(got[2]["dense"], np.array([1, 1]) / np.sqrt(2), rtol=1e-6)
+    assert list(got[3]) == ["sparse.indices", "sparse.values", "multivector", "dense"]
+    assert got[3]["multivector"].tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert got[3]["dense"].dtype == np.float16
+    assert got[3]["sparse.values"].tolist() == [0.5, 0.25]
+    assert got[4]["dense"].shape == (2 * 2 * 3,)
+    assert tokens(done) == [1, 2, 3, 2, 2]
+
+
+def test_errors_stand_in_the_place_of_their_text_and_nothing_that_is_not_finite_leaves() -> None:
+    """W2: an error of the family, a NaN, an output that is not there, and a zero vector."""
+    three = RunOptions(outputs=("dense", "multivector"), normalize=False)
+    done = run("encode", ["a", "bad", "nan", "only dense", "b", "zzz"], Group(0, 3, RAW), Group(3, 5, three), Group(5, 6, RAW))
+    assert reasons(done) == ["", "their_own", "non_finite", "unsupported_output", "", "non_finite"]
+    assert arrays(done)[4]["dense"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("output", ["sparse", "multivector", "dense"])
+def test_a_nan_in_any_output_stays_inside(output: str) -> None:
+    """W2: also where an encoding is made of it."""
+    options = RunOptions(outputs=(output,), muvera=Muvera(2, 1, None, None) if output == "dense" else None)
+    text = f"nan in {'multivector' if output == 'dense' else output}"
+    done = run("encode", [text, "abc"], Group(0, 2, options))
+    assert reasons(done) == ["non_finite", ""]
+    assert all(np.isfinite(array).all() for found in arrays(done) for array in found.values())
+
+
+def test_what_one_group_asks_in_vain_is_no_harm_to_the_others() -> None:
+    poisoned, wide = RunOptions(parameters={"colour": "red"}), RunOptions(dimensions=4)
+    done = run("encode", ["a", "b", "c", "a"], Group(0, 1, RAW), Group(1, 3, poisoned), Group(3, 4, wide))
+    assert reasons(done) == ["", "schema", "schema", "bad_dimensions"]
+    scored = run("score", ["poison", "a", "b", "ab", "b"], Group(0, 3), Group(3, 5))
+    assert reasons(scored) == ["poison", "poison", ""]
+
+
+def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
+    family = Letters()
+    done = run("score", ["abc", "ab", "bad", "nan", "x", "cc", "c"], Group(0, 5), Group(5, 7), Group(7, 7), family=family)
+    assert family.calls == [("abc", "ab", "bad", "nan", "x"), ("cc", "c")]
+    assert reasons(done) == ["", "their_own", "non_finite", "", ""]
+    assert [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)] == [2, 0, 1]
+    assert tokens(done) == [5, 1, 3], "the query counts once, for the first text"
+    assert not done.block
+
+
+def test_all_groups_are_extracted_from_in_one_call() -> None:
+    family = Letters()
+    first = RunOptions(labels=("b", "a"), threshold=0.5, parameters={"flat_ner": True})
+    done = run("extract", ["ab", "bad", "xa"], Group(0, 2, first), Group(2, 3, RunOptions(labels=("a",))), family=family)
+    assert family.calls == [("ab", "bad", "xa")]
+    assert reasons(done) == ["", "their_own", ""]
+    assert [outcome.data for outcome in done.outcomes if isinstance(outcome, Ok)] == [
+        {"entities": [{"text": "b", "start": 1}, {"text": "a", "start": 0}], "threshold": 0.5, "flat": True},
+        {"entities": [{"text": "a", "start": 1}], "threshold": None, "flat": None},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", ["encode", "score", "extract"])
+def test_a_result_less_fails_the_batch_and_never_shifts(operation: str) -> None:
+    """W1."""
+    with pytest.raises(InternalFailure) as caught:
+        run(operation, ["a", "b", "c"], Group(0, 3, RAW), family=Letters(lost=1))
+    assert caught.value.reason == "wrong_length"
+
+
+def test_a_verb_that_the_family_has_not_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="does not score"):
+        run("score", ["a", "b"], Group(0, 2), family=object())
+
+
+@pytest.mark.parametrize(
+    ("texts", "lengths", "groups"),
+    [(["a"], [1, 1], (Group(0, 2),)), (["a", "b"], [1, 1], (Group(0, 1),)), (["a", "b"], [1], (Group(0, 2),)), (["a"], [1], ())],
+)
+def test_a_batch_that_contradicts_itself_is_refused(texts: list[str], lengths: list[int], groups: tuple[Group, ...]) -> None:
+    with pytest.raises(InternalFailure) as caught:
+        run("encode", texts, *groups, lengths=lengths)
+    assert caught.value.reason == "malformed_batch"
+
+
+def test_an_empty_batch_is_answered() -> None:
+    for operation in ("encode", "score", "extract"):
+        assert run(operation, []).outcomes == ()

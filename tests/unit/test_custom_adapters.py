@@ -1,0 +1,131 @@
+"""The package of docs/custom-adapters.md, installed as it stands there, serves its catalogue entry."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from unit.test_inspection import SETTINGS, run
+
+from sie_adapter.engine import Engine
+from sie_adapter.loading import Loader
+from sie_adapter.weights import WeightSources
+from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.errors import ModelLoadFailed
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-adapters.md"
+FILES = dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE))
+WORDS = ["[UNK]", "query", "river", "runs", "north", ":"]
+TABLE = np.random.default_rng(0).standard_normal((len(WORDS), 16)).astype(np.float16)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The distribution as pip would lay it out."""
+    project = tomllib.loads(FILES["pyproject.toml"])["project"]
+    site, name = tmp_path / "site", project["name"].replace("-", "_")
+    about = site / f"{name}-{project['version']}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    points = [
+        line for group, named in project["entry-points"].items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in named.items()))
+    ]
+    (about / "entry_points.txt").write_text("\n".join(points))
+    (site / f"{name}.py").write_text(FILES["static_embeddings.py"])
+    monkeypatch.syspath_prepend(site)
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> ModelEntry:
+    """The document's entry, for a folder that exists."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({"embeddings": TABLE}, folder / "model.safetensors")
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.save(str(folder / "tokenizer.json"))
+    found = parse_entry(yaml.safe_load(FILES["models/me/static.yaml"]))
+    assert found.weights.path
+    return msgspec.structs.replace(found, weights=msgspec.structs.replace(found.weights, path=str(folder)))
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(SETTINGS)
+    yield engine
+    assert engine.stop(10)
+
+
+def expected(*words: str) -> Any:
+    mean = TABLE[[WORDS.index(word) for word in words]].astype(np.float32).mean(0)
+    return mean / np.linalg.norm(mean)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_example_of_the_document_serves(engine: Engine, entry: ModelEntry) -> None:
+    texts = ["river runs", "north", "north river river"]
+    found = run(engine, entry, "encode", texts)
+    for each, text in zip(found, texts, strict=True):
+        assert np.abs(each["dense"] - expected(*text.split())).max() <= 1e-6
+    (query,) = run(engine, entry, "encode", ["river"], is_query=True)
+    assert np.abs(query["dense"] - expected("query", ":", "river")).max() <= 1e-6
+    (model,) = engine.describe().models
+    assert (model.model, model.memory_bytes) == ("me/static", TABLE.size * 4)
+
+
+@pytest.mark.usefixtures("installed")
+def test_output_options_act_on_what_it_gives(engine: Engine, entry: ModelEntry) -> None:
+    short = msgspec.structs.replace(entry, run=msgspec.structs.replace(entry.run, dimensions=(4,)))
+    (found,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
+    assert found["dense"].dtype == np.float16
+    assert np.array_equal(found["dense"], TABLE[2, :4])
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_text_that_it_refuses_leaves_the_others_alone(engine: Engine, entry: ModelEntry) -> None:
+    with pytest.raises(AssertionError, match="empty_text"):
+        run(engine, entry, "encode", [""])
+    assert len(run(engine, entry, "encode", ["river", "north"])) == 2
+
+
+def load(entry: ModelEntry) -> ModelLoadFailed:
+    loader = Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), replace(SETTINGS))
+    with pytest.raises(ModelLoadFailed) as refused:
+        loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
+    return refused.value
+
+
+def test_without_the_package_the_load_names_the_entry_point(entry: ModelEntry) -> None:
+    assert "no family static-embeddings" in load(entry).message
+    assert "sie.adapters" in load(entry).message
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_its_load_raises_is_a_load_failure(entry: ModelEntry) -> None:
+    assert "the vectors are 16 wide" in load(msgspec.structs.replace(entry, outputs={"dense": 8})).message
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_digests_of_its_entry_are_checked(entry: ModelEntry) -> None:
+    changed = msgspec.structs.replace(entry.weights, digests={"model.safetensors": "0" * 64})
+    assert load(msgspec.structs.replace(entry, weights=changed)).extras["error_class"] == "CERTIFICATE"
+
+
+def test_the_example_is_short() -> None:
+    assert len(FILES["static_embeddings.py"].strip().splitlines()) <= 35

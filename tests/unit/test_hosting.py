@@ -1,0 +1,186 @@
+"""What the adapter is told of idle models, what it tells back, and how failures of a load cool down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_adapter import TOKENIZER, toy_entry
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.link import AdapterGone
+
+
+class Link:
+    """An adapter that loads at once, or fails as told; `questions` are what it was asked on the control connection."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[bool], None]] = []
+        self.questions: list[ipc.Request] = []
+        self.loads: list[ipc.EnsureReady] = []
+        self.failure: SIEError | None = None
+        self.evicted: tuple[str, ...] = ()
+        self.gone = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.asked = asyncio.Event()
+
+    async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
+        self.loads.append(question)
+        if self.failure is not None:
+            raise self.failure
+        return ipc.Ready(ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512, {"encode": ipc.Rows()})
+
+    async def ask(self, question: ipc.Request) -> ipc.Reply:
+        self.questions.append(question)
+        self.asked.set()
+        await self.answers.wait()
+        if self.gone:
+            raise AdapterGone("gone")
+        return ipc.Pong(1, evicted=self.evicted) if isinstance(question, ipc.Ping) else ipc.Done()
+
+
+class Sidecar:
+    """A hosting with the models a, b and c on a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.link = Link()
+        link: Any = self.link
+        self.hosting = Hosting(link, lambda: self.now_s, lambda: None)
+        entries = {name: toy_entry(name) for name in ("toy/a", "toy/b", "toy/c")}
+        catalogue = Catalogue(entries)
+        self.a, self.b, self.c = (self.hosting.of(catalogue.resolve(name)) for name in entries)
+
+    async def load(self, *models: Hosted) -> None:
+        for hosted in models:
+            await self.hosting.ensure(hosted)
+
+
+async def test_only_models_without_work_that_were_not_used_lately_are_named() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a, sidecar.b, sidecar.c)
+    sidecar.hosting.take(sidecar.b)
+    sidecar.now_s += 5
+    sidecar.hosting.take(sidecar.c)
+    sidecar.hosting.let_go(sidecar.c)
+    await sidecar.hosting.tell()
+    assert sidecar.link.questions == [ipc.Ping(("toy/a",))]
+    sidecar.hosting.let_go(sidecar.b)
+    sidecar.now_s += 5
+    await sidecar.hosting.tell()
+    assert sidecar.link.questions[1:] == [ipc.Ping(("toy/a", "toy/b", "toy/c"))]
+
+
+async def test_nothing_is_asked_while_no_model_is_idle_and_none_was() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a)
+    await sidecar.hosting.tell()
+    assert sidecar.link.questions == []
+    sidecar.now_s += 5
+    await sidecar.hosting.tell()
+    sidecar.hosting.take(sidecar.a)
+    await sidecar.hosting.tell()
+    await sidecar.hosting.tell()
+    assert sidecar.link.questions == [ipc.Ping(("toy/a",)), ipc.Ping(())]
+
+
+async def test_a_named_model_that_gets_work_is_taken_back_at_once() -> None:
+    """Long before the next round: the loop is woken."""
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a, sidecar.b)
+    sidecar.now_s += 5
+    await sidecar.hosting.tell()
+    sidecar.link.asked.clear()
+    running = asyncio.create_task(sidecar.hosting.run(None))
+    await asyncio.sleep(0)
+    sidecar.hosting.take(sidecar.a)
+    async with asyncio.timeout(0.5):
+        await sidecar.link.asked.wait()
+    assert sidecar.link.questions[-1] == ipc.Ping(("toy/b",))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_the_adapter_unloaded_is_loaded_again_for_its_next_work() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a, sidecar.b)
+    sidecar.now_s += 5
+    sidecar.link.evicted = ("toy/a", "unknown")
+    await sidecar.hosting.tell()
+    assert (sidecar.a.state, sidecar.b.state) == ("available", "loaded")
+    await sidecar.load(sidecar.a)
+    assert [question.model for question in sidecar.link.loads] == ["toy/a", "toy/b", "toy/a"]
+
+
+async def test_work_that_comes_while_its_model_is_released_waits_and_loads_it_again() -> None:
+    """The load must not overtake the release on another connection: it would find the old copy."""
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a)
+    sidecar.link.answers.clear()
+    releasing = asyncio.create_task(sidecar.hosting.release(sidecar.a))
+    await sidecar.link.asked.wait()
+    loading = asyncio.create_task(sidecar.hosting.ensure(sidecar.a))
+    await asyncio.sleep(0)
+    assert len(sidecar.link.loads) == 1
+    sidecar.link.answers.set()
+    await asyncio.gather(releasing, loading)
+    assert len(sidecar.link.loads) == 2
+    assert sidecar.a.state == "loaded"
+
+
+async def test_an_adapter_that_is_gone_ends_neither_the_loop_nor_what_was_known() -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a)
+    sidecar.now_s += 5
+    sidecar.link.gone = True
+    running = asyncio.create_task(sidecar.hosting.run(1))
+    async with asyncio.timeout(3):
+        while len(sidecar.link.questions) < 2:
+            sidecar.link.asked.clear()
+            await sidecar.link.asked.wait()
+    assert not running.done()
+    assert sidecar.a.state == "available"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("error_class", "cool_down_s", "attempts"), [("OOM", 60, None), ("NETWORK", 30, None), ("UNKNOWN", 30, 3)])
+async def test_a_failure_that_may_pass_is_tried_again_after_its_cool_down(error_class: str, cool_down_s: int, attempts: int | None) -> None:
+    sidecar = Sidecar()
+    sidecar.link.failure = ModelLoadFailed("no", extras={"error_class": error_class})
+    for number in range(1, 6):
+        with pytest.raises(ModelLoadFailed) as raised:
+            await sidecar.load(sidecar.a)
+        permanent = attempts is not None and number >= attempts
+        assert raised.value.extras == {"error_class": error_class, "attempts": number, "permanent": permanent}
+        sidecar.now_s += cool_down_s - 1
+        with pytest.raises(ModelLoadFailed):
+            await sidecar.load(sidecar.a)
+        assert len(sidecar.link.loads) == number
+        sidecar.now_s += 1.5
+        if permanent:
+            break
+    sidecar.link.failure = None
+    if attempts is None:
+        await sidecar.load(sidecar.a)
+    else:
+        with pytest.raises(ModelLoadFailed):
+            await sidecar.load(sidecar.a)
+
+
+@pytest.mark.parametrize("error_class", ["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE"])
+async def test_a_failure_that_stays_is_not_tried_again(error_class: str) -> None:
+    sidecar = Sidecar()
+    sidecar.link.failure = ModelLoadFailed("no", extras={"error_class": error_class})
+    for _ in range(2):
+        with pytest.raises(ModelLoadFailed) as raised:
+            await sidecar.load(sidecar.a)
+        assert raised.value.extras == {"error_class": error_class, "attempts": 1, "permanent": True}
+        sidecar.now_s += 1000
+    assert len(sidecar.link.loads) == 1

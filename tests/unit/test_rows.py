@@ -1,0 +1,252 @@
+"""Rows of every layout against what the fast tokenizers of transformers give, of each kind and with the templates of their models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracle import WORDS
+from parity import tokenizer_recipes as recipes
+from transformers import PreTrainedTokenizerFast
+
+from sie_contracts.ipc import Layout, Rows, Side
+from sie_contracts.messages import Input, RunOptions, Truncate
+from sie_sidecar.longtext import HARD_TEXT
+from sie_sidecar.rows import NOWHERE, QUERY_SHARE, Row, Work, make, offsets_of, texts_of, types_of
+from sie_sidecar.tokens import ModelTokenizer
+
+KINDS = {
+    "wordpiece": recipes.BERT, "byte-level": recipes.ROBERTA, "byte-level types": recipes.MODERNBERT, "unigram": recipes.XLM_ROBERTA,
+    "unigram types": recipes.DEBERTA,
+}  # fmt: skip
+MODEL_LIMIT = 64
+CUTS: tuple[Truncate, ...] = ("END", "START", "NONE")
+
+PARTS = st.sampled_from((*HARD_TEXT, *WORDS, " ", " ", ". "))
+TEXTS = st.lists(PARTS, max_size=60).map("".join)
+SHORT = st.lists(PARTS, max_size=6).map("".join)
+LIMITS = st.integers(6, MODEL_LIMIT)
+TRUNCATE = st.sampled_from(CUTS)
+EXAMPLES = settings(max_examples=60, deadline=None)
+
+
+@functools.cache
+def ours(kind: str) -> ModelTokenizer:
+    return ModelTokenizer(KINDS[kind].train().to_str().encode(), MODEL_LIMIT)
+
+
+@functools.cache
+def library(kind: str, side: str = "right") -> PreTrainedTokenizerFast:
+    recipe = KINDS[kind]
+    roles: dict[str, Any] = {f"{role}_token": token for role, token in recipe.roles.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=recipe.train(), truncation_side=side, **roles)
+
+
+def side_of(truncate: Truncate) -> str:
+    return "left" if truncate == "START" else "right"
+
+
+def plain(kind: str, text: str) -> list[int]:
+    """Ids without special tokens."""
+    return list(library(kind)(text, add_special_tokens=False)["input_ids"])
+
+
+def work(texts: Sequence[str], query: str | None = None, **options: Any) -> Work:
+    return Work([Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options))
+
+
+def rows_of(kind: str, layout: Layout | Rows, item: Work) -> list[Row]:
+    (made,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
+    return made.rows
+
+
+def check_pair(kind: str, row: Row, left: str, right: str, limit: int, truncate: Truncate, strategy: str) -> None:
+    """Against the library where it can cut one of the two alone; `truncated` and the count always."""
+    whole = library(kind)([left], [right])
+    length = len(whole["input_ids"][0])
+    special = length - len(plain(kind, left)) - len(plain(kind, right))
+    kept = plain(kind, right if strategy == "only_first" else left)
+    assert row.full == length
+    assert row.truncated == (length > limit)
+    assert len(row.ids) == min(length, limit)
+    if len(kept) <= int(QUERY_SHARE * (limit - special)):  # what is not cut fits its share, so the library can do it too
+        expected = library(kind, side_of(truncate))([left], [right], truncation=strategy, max_length=limit, return_token_type_ids=True)
+        assert row.ids.tolist() == expected["input_ids"][0]
+        assert (row.types.tolist() if row.types is not None else [0] * len(row.ids)) == expected["token_type_ids"][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(query=st.one_of(SHORT, TEXTS), texts=st.lists(TEXTS, min_size=1, max_size=4), limit=LIMITS, truncate=TRUNCATE)
+@example(query="", texts=[""], limit=6, truncate="END")
+@example(query="river " * 40, texts=["", "paper", "music " * 60], limit=40, truncate="START")
+def test_a_pair_is_what_the_library_cuts_in_its_second_text(
+    kind: str, query: str, texts: list[str], limit: int, truncate: Truncate
+) -> None:
+    found = rows_of(kind, "pair", work(texts, query, truncate=truncate, max_tokens=limit))
+    for row, text in zip(found, texts, strict=True):
+        check_pair(kind, row, query, text, limit, truncate, "only_second")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3), labels=st.lists(SHORT, min_size=1, max_size=3), limit=LIMITS, truncate=TRUNCATE)
+def test_a_hypothesis_is_what_the_library_leaves_whole(
+    kind: str, texts: list[str], labels: list[str], limit: int, truncate: Truncate
+) -> None:
+    parameters = {"hypothesis_template": "is {}."}
+    found = iter(rows_of(kind, "hypotheses", work(texts, labels=tuple(labels), parameters=parameters, truncate=truncate, max_tokens=limit)))
+    for text in texts:
+        for label in labels:
+            check_pair(kind, next(found), text, f"is {label}.", limit, truncate, "only_first")
+    assert next(found, None) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(query=TEXTS, text=TEXTS, limit=LIMITS)
+@example(query="river " * 60, text="paper " * 60, limit=40)
+@example(query="river " * 60, text="paper", limit=40)
+@example(query="river " * 40, text="", limit=45)
+def test_a_long_query_keeps_its_share_and_what_the_document_leaves(kind: str, query: str, text: str, limit: int) -> None:
+    (row,) = rows_of(kind, "pair", work([text], query, max_tokens=limit))
+    template = ours(kind).pair
+    room = limit - template.special
+    left, right = plain(kind, query), plain(kind, text)
+    kept = min(len(left), max(int(QUERY_SHARE * room), room - len(right)))
+    expected = [*template.first, *left[:kept], *template.middle, *right[: room - kept], *template.last]
+    assert row.ids.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(query=SHORT, text=TEXTS, limit=st.integers(24, MODEL_LIMIT), truncate=TRUNCATE)
+def test_pieces_are_tokenised_one_by_one_and_only_the_document_is_cut(
+    kind: str, query: str, text: str, limit: int, truncate: Truncate
+) -> None:
+    pieces = (("system {query}",), ("query: ", "query", ""), ("\n",), ("document: ", "document", " end"), ("answer:",))
+    (row,) = rows_of(kind, "pieces", work([text], query, pieces=pieces, truncate=truncate, max_tokens=limit))
+    asked = plain(kind, f"query: {query}")
+    before = [*plain(kind, "system {query}"), *asked[: int(QUERY_SHARE * limit)], *plain(kind, "\n")]
+    after, document = plain(kind, "answer:"), plain(kind, f"document: {text} end")
+    assert row.ids.tolist() == [*before, *document[: max(0, limit - len(before) - len(after))], *after]
+    assert row.ids.tolist()[-len(after) :] == after
+    whole = len(plain(kind, "system {query}")) + len(asked) + len(plain(kind, "\n")) + len(document) + len(after)
+    assert row.full == whole
+    assert row.truncated == (whole > len(row.ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(query=TEXTS, text=TEXTS, limit=st.integers(40, MODEL_LIMIT))
+@example(query="river " * 60, text="paper", limit=40)
+def test_a_query_beside_the_document_is_cut_to_its_share(kind: str, query: str, text: str, limit: int) -> None:
+    """One text, as the template of Qwen3-Reranker has it: what is shown of the query is a beginning of it."""
+    pieces = (("<",), ("", "query", "\nsee: ", "document", ""), (">",))
+    (row,) = rows_of(kind, "pieces", work([text], query, pieces=pieces, max_tokens=limit))
+    share = int(QUERY_SHARE * limit)
+    shown = query
+    if len(plain(kind, query)) > share:
+        start = library(kind)(query, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][share][0]
+        shown = query[:start]
+    middle = plain(kind, f"{shown}\nsee: {text}")
+    first, last = plain(kind, "<"), plain(kind, ">")
+    assert row.ids.tolist() == [*first, *middle[: limit - len(first) - len(last)], *last]
+    assert row.truncated == (shown != query or len(first) + len(middle) + len(last) > limit)
+
+
+def test_a_template_is_whole_even_where_it_passes_the_limit() -> None:
+    """No answer could be read from less; the adapter refuses what passes the model's own limit."""
+    pieces = (("search index query vector",), ("document", "document", ""), ("river mountain engine",))
+    (row,) = rows_of("wordpiece", "pieces", work(["paper " * 9], "", pieces=pieces, max_tokens=2))
+    assert row.ids.tolist() == plain("wordpiece", "search index query vector river mountain engine")
+    assert row.truncated
+
+
+def test_a_field_that_a_client_writes_is_text() -> None:
+    pieces = (("", "query", " | ", "document", ""),)
+    (row,) = rows_of("byte-level", "pieces", work(["{query} {document}"], "{document}", pieces=pieces))
+    assert row.ids.tolist() == plain("byte-level", "{document} | {query} {document}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), limit=LIMITS, truncate=TRUNCATE)
+def test_spans_are_the_offsets_of_the_library(kind: str, texts: list[str], limit: int, truncate: Truncate) -> None:
+    found = rows_of(kind, "spans", work(texts, truncate=truncate, max_tokens=limit))
+    for row, text in zip(found, texts, strict=True):
+        expected = library(kind, side_of(truncate))(
+            text, truncation=True, max_length=limit, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
+        places = [
+            (NOWHERE, NOWHERE) if special else place
+            for place, special in zip(expected["offset_mapping"], expected["special_tokens_mask"], strict=True)
+        ]
+        assert row.ids.tolist() == expected["input_ids"]
+        assert row.offsets is not None
+        assert [tuple(place) for place in row.offsets.tolist()] == places
+        assert row.full == len(library(kind)(text)["input_ids"])
+    assert np.frombuffer(offsets_of(found), np.int32).size == 2 * sum(len(row.ids) for row in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@EXAMPLES
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), query=TEXTS, limit=LIMITS, truncate=TRUNCATE, cap=st.integers(5, 80))
+def test_sides_are_texts_with_their_own_prompt_marker_and_limit(
+    kind: str, texts: list[str], query: str, limit: int, truncate: Truncate, cap: int
+) -> None:
+    layout = Rows("sides", Side(marker=7, limit=cap, expanded=32), Side(marker=8))
+    options = {"query_prefix": "q: ", "query_suffix": "?", "prefix": "d: ", "truncate": truncate, "max_tokens": limit}
+    (made,) = make(ours(kind), layout, [work(texts, query, **options)])
+    assert made.shared == 1
+    tokenizer = library(kind, side_of(truncate))
+    for index, (row, text) in enumerate(zip(made.rows, [f"q: {query}?", *(f"d: {text}" for text in texts)], strict=True)):
+        most = min(limit, cap) if index == 0 else limit
+        ids = tokenizer(text, truncation=True, max_length=most - 1)["input_ids"]
+        assert row.ids.tolist() == [ids[0], 8 if index else 7, *ids[1:]]
+        assert row.cost == max(len(row.ids), 0 if index else 32)
+        assert row.truncated == (len(tokenizer(text)["input_ids"]) + 1 > most)
+
+
+def test_a_side_without_special_tokens_has_the_text_alone() -> None:
+    layout = Rows("text", query=Side(special=False))
+    (row,) = rows_of("wordpiece", layout, work(["river mountain"], is_query=True))
+    assert row.ids.tolist() == plain("wordpiece", "river mountain")
+    (document,) = rows_of("wordpiece", layout, work(["river mountain"]))
+    assert document.ids.tolist() == library("wordpiece")("river mountain")["input_ids"]
+
+
+@pytest.mark.parametrize("layout", ["text", "pair", "hypotheses", "pieces", "sides", "spans", "raw"])
+@pytest.mark.parametrize("truncate", CUTS)
+def test_work_items_tokenised_together_are_as_alone(layout: Layout, truncate: Truncate) -> None:
+    """Also where they share texts, labels and pieces, or have none of their own."""
+    pieces = (("system",), ("ask ", "query", ""), ("see ", "document", "."), ("end",))
+    items = [
+        work(["river " * 50, "", "paper"], "search " * count, truncate=truncate, max_tokens=40, labels=labels, pieces=pieces, prefix=prefix)
+        for count, labels, prefix in ((1, ("music", "physics"), ""), (60, ("physics",), "is "), (0, ("music " * 50,), ""))
+    ]
+    together = make(ours("wordpiece"), Rows(layout), items)
+    for item, made in zip(items, together, strict=True):
+        (alone,) = make(ours("wordpiece"), Rows(layout), [item])
+        assert made.shared == alone.shared
+        assert [row.ids.tolist() for row in made.rows] == [row.ids.tolist() for row in alone.rows]
+        assert [(row.full, row.truncated) for row in made.rows] == [(row.full, row.truncated) for row in alone.rows]
+
+
+def test_types_of_rows_with_and_without_them_lie_side_by_side() -> None:
+    (pair,) = rows_of("wordpiece", "pair", work(["river"], "search"))
+    (text,) = rows_of("wordpiece", "text", work(["river"]))
+    assert types_of([text]) == b""
+    assert types_of([text, pair]) == bytes([0] * len(text.ids) + [0, 0, 0, 1, 1])
+
+
+def test_raw_rows_count_and_keep_the_texts() -> None:
+    item = work(["river " * 100, "paper"], "search")
+    (made,) = make(ours("wordpiece"), Rows("raw"), [item])
+    assert texts_of(item) == ["search", "river " * 100, "paper"]
+    assert (made.shared, [row.full for row in made.rows]) == (1, [1, 100, 1])

@@ -1,0 +1,122 @@
+"""Two models, memory for one: neither waits for ever, and nothing that was pulled is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_adapter import TOKENIZER, toy_entry
+from inprocess import settings_of
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import ModelLoadFailed
+from sie_sidecar.hosting import Hosted, Hosting
+
+
+class OneModel:
+    """An adapter that holds one model, and gives it up only where the sidecar allows it."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Any] = []
+        self.loaded = ""
+        self.evictions = 0
+
+    async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
+        evicted: tuple[str, ...] = ()
+        if self.loaded and self.loaded != question.model:
+            if self.loaded not in question.evictable:
+                raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
+            evicted = (self.loaded,)
+            self.evictions += 1
+        self.loaded = question.model
+        loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
+        return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}, evicted=evicted)
+
+
+class Worker:
+    """As the sidecar uses a hosting: work is taken in, made ready, run on the loaded model, and let go."""
+
+    def __init__(self, swap_after_s: float) -> None:
+        self.link = OneModel()
+        loop = asyncio.get_running_loop()
+        link: Any = self.link
+        self.hosting = Hosting(link, loop.time, lambda: None, swap_after_s)
+        catalogue = Catalogue({name: toy_entry(name) for name in ("toy/a", "toy/b")})
+        self.a, self.b = (self.hosting.of(catalogue.resolve(name)) for name in ("toy/a", "toy/b"))
+
+    async def run(self, hosted: Hosted, running_s: float = 0.002) -> str:
+        """One work item; returns the model that was loaded while it ran, at its start and end."""
+        self.hosting.take(hosted)
+        try:
+            await self.hosting.ensure(hosted)
+            before = self.link.loaded
+            await asyncio.sleep(running_s)  # the forward pass
+            assert self.link.loaded == before
+            return before
+        finally:
+            self.hosting.let_go(hosted)
+
+
+@pytest.mark.parametrize("variable", [{"SIE_SWAP_AFTER_MS": "30"}, {"SIE_SWAP_AFTER_MS": "400"}])
+async def test_a_busy_model_makes_room_for_one_that_waited_so_long(variable: dict[str, str]) -> None:
+    """SIE_SWAP_AFTER_MS: without the swap the second model would wait until the first one's clients pause, which they never do."""
+    after_s = settings_of(**variable).swap_after_ms / 1000
+    worker = Worker(after_s)
+    stop = asyncio.Event()
+
+    async def client() -> None:
+        while not stop.is_set():
+            assert await worker.run(worker.a) == "toy/a"
+
+    clients = [asyncio.create_task(client()) for _ in range(4)]
+    async with asyncio.timeout(10):
+        await worker.run(worker.a)
+        asked_s = asyncio.get_running_loop().time()
+        assert await worker.run(worker.b) == "toy/b"
+        waited_s = asyncio.get_running_loop().time() - asked_s
+    stop.set()
+    await asyncio.gather(*clients)
+    assert waited_s >= after_s
+    assert worker.hosting.swaps >= 1
+    assert worker.a.parked == worker.b.parked == worker.a.held == worker.b.held == 0
+
+
+async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> None:
+    worker = Worker(0.02)
+    ran = {"toy/a": 0, "toy/b": 0}
+
+    async def client(hosted: Hosted) -> None:
+        for _ in range(60):
+            assert await worker.run(hosted) == hosted.name
+            ran[hosted.name] += 1
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(client(hosted) for hosted in (worker.a, worker.b) for _ in range(4)))
+    assert ran == {"toy/a": 240, "toy/b": 240}
+    assert worker.link.evictions >= 3
+    assert worker.a.gate.is_set()
+    assert worker.b.gate.is_set()
+
+
+async def test_a_model_that_falls_idle_goes_at_once() -> None:
+    worker = Worker(1000.0)
+    async with asyncio.timeout(5):
+        await worker.run(worker.a)
+        busy = asyncio.create_task(worker.run(worker.a, 0.05))
+        await asyncio.sleep(0)
+        assert await worker.run(worker.b) == "toy/b"
+        await busy
+    assert worker.hosting.swaps == 0
+
+
+async def test_a_model_that_is_too_large_for_an_empty_device_is_refused() -> None:
+    worker = Worker(0.01)
+
+    async def refuse(question: ipc.EnsureReady) -> ipc.Ready:
+        raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
+
+    worker.link.ensure_ready = refuse  # type: ignore[method-assign]
+    with pytest.raises(ModelLoadFailed, match="no memory"):
+        await worker.run(worker.a)
