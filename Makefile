@@ -21,7 +21,7 @@ serve: install
 	exec $(BIN)/sie serve --exit-with-parent $(ARGS)
 
 test: install lint
-	$(PYTEST) tests/unit tests/contract tests/system -m 'not debian and not long' $(ARGS)
+	$(PYTEST) tests/unit tests/contract tests/parity tests/system -m 'not debian and not long' $(ARGS)
 
 test-system: install
 	$(PYTEST) tests -m debian $(ARGS)

@@ -1,6 +1,6 @@
 """Small random models of every family, and the folder of catalogue entries that serves them: what SIE_MODELS_DIR names.
 
-    KINDS[name] ──► weights in a folder, an entry as a file ──► `sie serve --models-dir`
+KINDS[name] ──► weights in a folder, an entry as a file ──► `sie serve --models-dir`
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _m3(folder: Path) -> Entry:
 
 def _cross(folder: Path) -> Entry:
     build_head(folder, "bert", AutoModelForSequenceClassification)
-    return {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS}
+    return {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, "head": {"activation": "sigmoid"}}
 
 
 def _reranker(folder: Path) -> Entry:

@@ -163,7 +163,7 @@ def golden_file(entry: ModelEntry) -> Path:
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     """Dense vectors of texts against those of the public oracle."""
     cases = read_json(golden_file(entry)).get("dense")
-    if not cases or "dense" not in model.heads:
+    if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(entry, f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have")
     found = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)

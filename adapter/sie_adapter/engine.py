@@ -16,7 +16,6 @@ import torch
 from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, lora_failed
-from sie_adapter.footprint import weight_bytes
 from sie_adapter.frontier import Frontier, frontier_key
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
@@ -56,7 +55,7 @@ class Engine:
             functools.partial(devices.memory, self.device),
             functools.partial(devices.give_memory_back, self.device),
             settings.memory_pressure_threshold_percent,
-            needed_bytes=self._needed_bytes,
+            needed_bytes=self.loader.needed_bytes,
             warm_up=self._warm_up,
         )
         self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
@@ -71,11 +70,6 @@ class Engine:
         except Exception as error:
             self._end_if_lost(error)
             raise
-
-    def _needed_bytes(self, resolved: Resolved) -> int:
-        """Of the weights while they are loaded: on a CPU that is done in float32."""
-        dtype = torch.float32 if self.device.type == "cpu" else self.loader.compute(resolved.load.precision).dtype
-        return weight_bytes(self.loader.sources.folder(resolved.entry), dtype.itemsize)
 
     def _warm_up(self, weights: Any) -> int:
         """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes."""

@@ -7,9 +7,11 @@ A family that is not named here may come from another distribution: an entry poi
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,8 +23,9 @@ from sie_adapter import device as devices
 from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
+from sie_adapter.footprint import weight_bytes
 from sie_adapter.weights import WeightSources
-from sie_contracts.catalogue import Precision, Resolved, fingerprint
+from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 
@@ -54,6 +57,32 @@ def family_of(name: str) -> Any:
     raise load_failed("INCOMPATIBLE", cause)
 
 
+def _family(resolved: Resolved) -> Any:
+    entry = resolved.entry
+    if entry.unproven and not resolved.load.accept_unproven:
+        raise load_failed("CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same")
+    return family_of(entry.family)
+
+
+@contextlib.contextmanager
+def _classed(entry: ModelEntry) -> Iterator[None]:
+    """What goes wrong becomes a ModelLoadFailed with its class, other than the loss of the device."""
+    try:
+        yield
+    except SIEError:
+        raise
+    except ImportError as error:
+        raise load_failed("DEPENDENCY", f"{entry.id} needs a package that is not installed beside the adapter: {error}") from error
+    except Exception as error:
+        if is_device_fatal(error):
+            raise
+        _logger.exception("loading %s failed", entry.id)
+        if is_out_of_memory(error):
+            fix = "a lower SIE_DEFAULT_COMPUTE_PRECISION, fewer models beside it or a larger device would help"
+            raise load_failed("OOM", f"{entry.id}: the device has too little memory for its weights; {fix}") from error
+        raise load_failed("UNKNOWN", f"{entry.id}: {type(error).__name__}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Loader:
     """Loads entries for one device, with the settings of this process."""
@@ -71,29 +100,22 @@ class Loader:
         facts = devices.attention_facts(self.device, dtype)
         return Compute(self.device, dtype, *devices.resolve_attention(self.settings.attention_backend, facts), facts)
 
+    def needed_bytes(self, resolved: Resolved) -> int:
+        """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as `load`."""
+        with _classed(resolved.entry):
+            _family(resolved)  # what will be refused is not downloaded first
+            dtype = torch.float32 if self.device.type == "cpu" else self.compute(resolved.load.precision).dtype
+            return weight_bytes(self.sources.folder(resolved.entry), dtype.itemsize)
+
     def load(self, resolved: Resolved) -> Any:
         """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
-        entry = resolved.entry
-        if entry.unproven and not resolved.load.accept_unproven:
-            raise load_failed("CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same")
-        try:
-            family = family_of(entry.family)
-            folder = self.sources.folder(entry)
+        with _classed(resolved.entry):
+            family = _family(resolved)
+            folder = self.sources.folder(resolved.entry)
             compute = self.compute(resolved.load.precision)
-            model = family(folder, entry, resolved.load, compute)
+            model = family(folder, resolved.entry, resolved.load, compute)
             model.certificate = self._certified(model, folder, resolved, compute)
             return model
-        except SIEError:
-            raise
-        except ImportError as error:
-            raise load_failed("DEPENDENCY", f"{entry.id}: {error}") from error
-        except Exception as error:
-            if is_device_fatal(error):
-                raise
-            _logger.exception("loading %s failed", entry.id)
-            if is_out_of_memory(error):
-                raise load_failed("OOM", f"{entry.id}: the device has too little memory for its weights") from error
-            raise load_failed("UNKNOWN", f"{entry.id}: {type(error).__name__}: {error}") from error
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
         """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""

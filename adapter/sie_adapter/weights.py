@@ -37,7 +37,9 @@ class WeightSources:
         if weights.hub:
             if (cached := self._snapshot(entry)) is not None:
                 return cached
-            looked.append(f"{_named(weights)} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE)")
+            others = ", ".join(folder.name for folder in self._snapshots(entry))
+            holds = f", which has {others} of it" if others else ""
+            looked.append(f"{_named(weights)} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}")
         if weights.package:
             if (packaged := package_folder(weights.package)) is not None:
                 return packaged
@@ -93,10 +95,13 @@ class WeightSources:
             return None
         return Path(found) if _is_model(Path(found), entry) else None
 
+    def _snapshots(self, entry: ModelEntry) -> list[Path]:
+        """What the cache has of a model, of any commit, in the order of their names."""
+        snapshots = self.cache_folder / "hub" / f"models--{entry.weights.hub.replace('/', '--')}" / "snapshots"
+        return sorted(folder for folder in snapshots.glob("*") if _is_model(folder, entry))
+
     def _only_snapshot(self, entry: ModelEntry) -> Path | None:
-        hub = entry.weights.hub
-        snapshots = self.cache_folder / "hub" / f"models--{hub.replace('/', '--')}" / "snapshots"
-        found = sorted(folder for folder in snapshots.glob("*") if _is_model(folder, entry))
+        hub, found = entry.weights.hub, self._snapshots(entry)
         if len(found) > 1:
             commits = ", ".join(folder.name for folder in found)
             message = f"the cache has several snapshots of {hub}, {commits}: sie models add {hub} --revision COMMIT chooses one"
@@ -104,7 +109,6 @@ class WeightSources:
         return found[0] if found else None
 
     def _download(self, entry: ModelEntry) -> Path:
-        import httpx
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -114,6 +118,8 @@ class WeightSources:
             RevisionNotFoundError,
         )  # fmt: skip
 
+        # a broken connection, of whichever library the hub's client is built on
+        http_error: type[Exception] = HfHubHTTPError.__bases__[0]
         weights, what = entry.weights, _named(entry.weights)
         patterns = [*FILES, *(("*.py",) if entry.load.trust_remote_code else ()), *((PICKLED,) if entry.family == "gliner" else ())]
         try:
@@ -125,8 +131,9 @@ class WeightSources:
             raise load_failed("GATED", f"{what} is gated: accept its licence and set HF_TOKEN") from error
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise load_failed("NOT_FOUND", f"{what} does not exist on the hub, or is private (HF_TOKEN)") from error
-        except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError) as error:
-            raise load_failed("NETWORK", f"{what} could not be downloaded: {type(error).__name__}") from error
+        except (LocalEntryNotFoundError, http_error, ConnectionError, TimeoutError) as error:
+            fix = "the network has to reach the hub (HF_ENDPOINT), or SIE_LOCAL_CACHE to hold the model"
+            raise load_failed("NETWORK", f"{what} could not be downloaded: {type(error).__name__}; {fix}") from error
         if not _is_model(Path(found), entry):
             raise load_failed("INCOMPATIBLE", f"{what} {_lacking(entry)}")
         return Path(found)

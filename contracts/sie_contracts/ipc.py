@@ -126,7 +126,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. `lengths`: int32 [rows], `ids`: int32 [sum of lengths], `types`: uint8 [sum of lengths] or empty, in row order.
 
     `texts` are set for the layouts raw and spans, one for each row; `offsets` for spans: int32 [sum of lengths, 2], first and end code
-    point of each token, equal for a special one. `pooling` empty means the model's own. Two work items share a batch only if
+    point of each token, -1 for a special one. `pooling` empty means the model's own. Two work items share a batch only if
     model, revision, operation, pooling and LoRA are equal.
     """
 

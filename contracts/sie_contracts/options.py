@@ -44,45 +44,48 @@ _USED: dict[str, frozenset[str]] = {
     "score": _EVERYWHERE,
     "extract": _EVERYWHERE | {"labels", "output_schema"},
 }
+_TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
+_KNOWN = _TOP_LEVEL.union(*_USED.values())
+_FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
 _POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last", "weighted": "weighted"}
 
 
 class _Parameters:
-    """The four levels at which a client may write a parameter, in order of precedence; null and [] mean unset."""
-
-    TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
+    """What a client asked for, from the four levels at which it may be written; null and [] mean unset."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         params = _mapping(body, "params", "params")
-        self.levels: list[tuple[str, Mapping[str, Any]]] = [
+        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # first comes first
             ("params.", params),
             ("", body),
             ("params.options.", _mapping(params, "options", "params.options")),
             ("options.", _mapping(body, "options", "options")),
         ]
+        self._found = {
+            name: (f"{prefix}{name}", value)
+            for prefix, level in reversed(self.levels)
+            for name, value in level.items()
+            if value is not None and value != []
+        }
 
     def get(self, name: str) -> tuple[str, Any]:
-        for prefix, level in self.levels:
-            value = level.get(name)
-            if value is not None and value != []:
-                return prefix + name, value
-        return name, None
+        """The path of a parameter and its value, None if it is unset."""
+        return self._found.get(name) or (name, None)
 
-    def unused(self, used: frozenset[str]) -> list[str]:
+    def unused(self, *used: frozenset[str]) -> list[str]:
         """The paths of parameters that mean nothing to this model on this route."""
         return [
             prefix + str(name)[:64]
             for prefix, level in self.levels
             for name in level
-            if name not in used and not (name in self.TOP_LEVEL and prefix in ("", "params."))
+            if not any(name in names for names in used) and not (name in _TOP_LEVEL and prefix in ("", "params."))
         ]
 
     def foreign(self) -> frozenset[str]:
         """All names that no route knows."""
-        known = self.TOP_LEVEL.union(*_USED.values())
-        return frozenset(str(name) for _, level in self.levels for name in level) - known
+        return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
 def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
@@ -127,25 +130,27 @@ def run_options(
     entry, defaults = resolved.entry, resolved.run
     if operation not in entry.tasks:
         raise InvalidInput(f"{entry.id} does not {operation}, it does {', '.join(entry.tasks)}", reason="unsupported_task", param="model")
-    common = {
+    own = PARAMETERS.get(entry.family)
+    parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
+    common: dict[str, Any] = {
         "truncate": _truncate(*given.get("truncate")),
         "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
         "lora": _lora(entry, defaults, given),
         "instruction": _text(*given.get("instruction")) or defaults.instruction or "",
-        "parameters": _family_parameters(entry, defaults, given),
+        "parameters": parameters,
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
-    run = RunOptions(**{**common, **merge(entry, defaults, given)})
+    run = RunOptions(**common, **merge(entry, defaults, given, parameters))
     on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
     timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unused = given.unused(_USED[operation] | PARAMETERS.get(entry.family, given.foreign()))
+    unused = given.unused(_USED[operation], given.foreign() if own is None else own)
     if unused and strict:
         raise InvalidInput(f"{unused[0]}: no such option of {entry.id} here", reason="unknown_option", param=unused[0])
     warnings = tuple(f"{name}: ignored, no such option of {entry.id} here" for name in unused[:20])
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
 
 
-def _encode(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+def _encode(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
     muvera = _muvera(entry, defaults, *given.get("muvera"))
     outputs = _outputs(entry, defaults, *given.get("output_types"), muvera=muvera is not None)
     path, value = given.get("output_dtype")
@@ -160,13 +165,15 @@ def _encode(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dic
     }  # fmt: skip
 
 
-def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, given)
-        return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in entry.pair)}
+        # a piece for the instruction alone has no meaning without one
+        pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
+        return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
     if entry.family != "text-encoder":
         return {"outputs": ()}
-    mode = _family_parameters(entry, defaults, given).get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
+    mode = parameters.get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
     outputs = SCORE_MODES[mode]
     if missing := [name for name in outputs if name not in entry.outputs]:
         raise InvalidInput(f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode")
@@ -178,7 +185,7 @@ def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict
     }  # fmt: skip
 
 
-def _extract(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
+def _extract(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
     path, labels = given.get("labels")
     if labels is None and entry.family in _NEED_LABELS:
         raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
@@ -189,14 +196,13 @@ def _extract(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> di
     path, schema = given.get("output_schema")
     if schema is not None:
         raise InvalidInput(f"{path}: {entry.id} takes no schema", reason="output_schema_unsupported", param=path)
-    threshold = _family_parameters(entry, defaults, given).get("threshold")
-    return {"outputs": (), "labels": tuple(labels or ()), "threshold": threshold}
+    return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
 
 
-def _family_parameters(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> dict[str, Any]:
-    """The options that only this family reads. A family of somebody else's checks its own."""
+def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozenset[str]) -> dict[str, Any]:
+    """The options `names`, which only this family reads. A family of somebody else's checks its own."""
     found = dict(defaults.parameters or {})
-    for name in PARAMETERS.get(entry.family, given.foreign()):
+    for name in names:
         path, value = given.get(name)
         if value is not None:
             found[name] = _CHECKS[name](path, value) if name in _CHECKS else value
@@ -205,7 +211,7 @@ def _family_parameters(entry: ModelEntry, defaults: RunDefaults, given: _Paramet
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
     """A piece of a pair template as literal text, then field and literal text in turn, so that braces in an instruction mean nothing."""
-    parts = re.split(r"\{(query|document)\}", piece)
+    parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
 
 

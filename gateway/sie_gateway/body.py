@@ -7,6 +7,7 @@ Every refusal names the path of the offending field, with the expected and the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,8 @@ def _item(value: Any, path: str) -> Item:
     metadata = value.get("metadata")
     if metadata is not None and not _is_portable(metadata):
         where = f"{path}.metadata"
-        raise InvalidInput(f"{where}: a number over 64 bits, or a key that is no string, cannot be echoed", reason="schema", param=where)
+        message = f"{where}: a number over 64 bits or not finite, or a key that is no string, cannot be echoed"
+        raise InvalidInput(message, reason="schema", param=where)
     used = tuple(modality for key, modality in _MODALITIES.items() if value.get(key) not in (None, [], {}))
     return Item(text, _optional_text(value, "id", path), metadata, used)
 
@@ -117,7 +119,9 @@ def _is_portable(value: Any) -> bool:
         return all(map(_is_portable, value))
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 64
-    return value is None or isinstance(value, str | float | bytes)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bytes)
 
 
 def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
@@ -30,19 +30,20 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
 
 
 def split(
-    sizes_bytes: Sequence[int], *, max_tokens: int, result_bytes: Callable[[int], int], limits: Limits, each_tokens: int = 0
-) -> list[Chunk]:
+    sizes_bytes: Sequence[int], *, max_tokens: int, item_result_bytes: int, limits: Limits, token_result_bytes: int = 0,
+    each_tokens: int = 0,
+) -> list[Chunk]:  # fmt: skip
     """Cut inputs of these sizes into chunks. Each holds at least one input; none is larger than the limits unless it holds just one.
 
-    `result_bytes` estimates the result of an input of so many tokens; `each_tokens` come to every input, such as those of a query.
+    The result of an input is estimated by what each has and what each token adds. `each_tokens` come to every input, such as a query's.
     """
     chunks: list[Chunk] = []
     start = cost = payload = result = 0
     for index, size in enumerate(sizes_bytes):
-        tokens = min(max_tokens, estimated_tokens(size, max_tokens) + each_tokens)
-        expected = result_bytes(tokens)
+        tokens = min(max_tokens, size // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        expected = item_result_bytes + token_result_bytes * tokens
         full = cost + tokens > limits.cost or payload + size > limits.payload_bytes or result + expected > limits.result_bytes
-        if index > start and full:
+        if full and index > start:
             chunks.append(Chunk(start, index, cost))
             start, cost, payload, result = index, 0, 0, 0
         cost += tokens

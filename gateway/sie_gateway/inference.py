@@ -8,7 +8,6 @@ Everything before `publish` refuses at once, in the order of the contract, so no
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -36,6 +35,7 @@ from sie_gateway.queue import WorkQueue
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
 SPARSE_IDS_PER_TOKEN = 32
+_NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -94,6 +94,7 @@ class Inference:
         self._inbox = inbox
         self._metrics = metrics
         self._pools = pools
+        self._plain: dict[tuple[str, Operation], tuple[ModelEntry, RequestOptions]] = {}
         self.in_progress = 0
         self.idle = asyncio.Event()  # set while nothing is in progress
         self.idle.set()
@@ -129,12 +130,24 @@ class Inference:
         body = bodies.decode(raw, msgpack=is_msgpack)
         items = bodies.items(body, limit=self._settings.max_items_per_request)
         query = bodies.query(body) if operation == "score" else None
-        resolved, options = run_options(resolved, body, operation, strict=headers.get("x-sie-strict", "").lower() == "true")
+        resolved, options = self._options(resolved, body, operation, strict=headers.get("x-sie-strict", "").lower() == "true")
         lane = self._lane(headers, resolved)
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
         request = _Request(operation, resolved, options, items, query, lane, self._priority(headers), budget_s)
         done = await self._run(call, request)
         return self._reply(call, request, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
+
+    def _options(
+        self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, *, strict: bool
+    ) -> tuple[Resolved, RequestOptions]:
+        """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth of a request."""
+        if any(value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()):
+            return run_options(resolved, body, operation, strict=strict)
+        kept = self._plain.get((resolved.canonical, operation))
+        if kept is None or kept[0] is not resolved.entry:
+            kept = resolved.entry, run_options(resolved, {}, operation)[1]
+            self._plain[resolved.canonical, operation] = kept
+        return resolved, kept[1]
 
     def _enter(self, change: int) -> None:
         self.in_progress += change
@@ -197,9 +210,10 @@ class Inference:
         sizes = bodies.sizes([text for _, text in runnable], limit=payload_bytes)
         limits = chunk.Limits(self._settings.chunk_cost, payload_bytes, self._queue.payload_bytes)
         max_tokens = resolved.entry.max_tokens
+        item_bytes, token_bytes = _result_bytes(request.operation, resolved.entry, run)
         chunks = chunk.split(
-            sizes, max_tokens=max_tokens, result_bytes=functools.partial(_result_bytes, request.operation, resolved.entry, run),
-            limits=limits, each_tokens=chunk.estimated_tokens(len(query), max_tokens) if query else 0,
+            sizes, max_tokens=max_tokens, item_result_bytes=item_bytes, token_result_bytes=token_bytes, limits=limits,
+            each_tokens=chunk.estimated_tokens(len(query), max_tokens) if query else 0,
         )  # fmt: skip
         revision = self._feed.catalogue.revisions.get(resolved.entry.id, 0)
         work = [
@@ -253,7 +267,7 @@ class Inference:
         elif request.operation == "extract":
             content["items"] = reply.extract_slots(items, outcomes)
         else:
-            slots = content["items"] = reply.encode_slots(items, outcomes, resolved.entry, options.run)
+            slots = content["items"] = reply.encode_slots(items, outcomes, resolved.entry, options.run, msgpack=msgpack)
         timing = reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=done.wait_ms, last=done.last)
         if options.item_timing:
             for slot in slots:
@@ -285,17 +299,17 @@ class Inference:
         return Answer(data, content_type, headers)
 
 
-def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions, tokens: int) -> int:
-    """What the result of an input of so many tokens may take in a message, roughly."""
+def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
+    """What the result of an input may take in a message, roughly: bytes of its own and bytes for each of its tokens."""
     if operation == "extract":
-        return ITEM_RESULT_OVERHEAD_BYTES + EXTRACTED_TOKEN_BYTES * tokens
-    widths = {
-        "dense": run.muvera.width(entry.outputs.get("multivector", 0)) if run.muvera else entry.outputs.get("dense", 0),
-        "sparse": 2 * min(entry.outputs.get("sparse", 0), SPARSE_IDS_PER_TOKEN * tokens),
-        "multivector": tokens * entry.outputs.get("multivector", 0),
-    }
-    values = 0 if operation == "score" else sum(widths[name] for name in run.outputs)
-    return ITEM_RESULT_OVERHEAD_BYTES + 4 * values
+        return ITEM_RESULT_OVERHEAD_BYTES, EXTRACTED_TOKEN_BYTES
+    values = token_values = 0
+    for name in run.outputs if operation == "encode" else ():
+        if name == "dense":
+            values = run.muvera.width(entry.outputs["multivector"]) if run.muvera else entry.outputs["dense"]
+        else:
+            token_values += 2 * SPARSE_IDS_PER_TOKEN if name == "sparse" else entry.outputs[name]
+    return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
 
 
 async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:

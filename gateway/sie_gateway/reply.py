@@ -18,6 +18,7 @@ from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_gateway.body import Item
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+_EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -79,16 +80,22 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(piece.shape)
 
 
+def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
+    """For JSON, float16 as float64: the shortest digits of that are the exact value, those of a float16 are not."""
+    values = array_of(result, outcome, name)
+    return values.astype(np.float64) if values.dtype == np.float16 else values
+
+
 Placed = tuple[WorkResult, Outcome]
 
 
 def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
     """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each result's outcomes."""
-    found: dict[int, Placed] = {}
+    found: list[Any] = [None] * count
     for result, positions in zip(results, places, strict=True):
         for position, outcome in zip(positions, result.outcomes, strict=True):
             found[position] = (result, outcome)
-    return [found[position] for position in range(count)]
+    return found
 
 
 def failures_of(outcomes: Sequence[Placed]) -> list[Failed | None]:
@@ -103,10 +110,14 @@ def _echo(item: Item) -> dict[str, Any]:
     return slot
 
 
-def encode_slots(items: Sequence[Item], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions) -> list[dict[str, Any]]:
+def encode_slots(
+    items: Sequence[Item], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
+) -> list[dict[str, Any]]:
     """One slot per input, in order, each with the outputs that were asked for, or its error."""
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
+    read = array_of if msgpack or run.dtype != "float16" else _exact_array_of
+    extras = _EXTRAS.get(run.dtype, ())
     slots = []
     for item, (result, outcome) in zip(items, outcomes, strict=True):
         slot = _echo(item)
@@ -115,24 +126,21 @@ def encode_slots(items: Sequence[Item], outcomes: Sequence[Placed], entry: Model
             slot["error"] = slot_error(outcome.error)
             continue
         for name in run.outputs:
-            if name == "sparse":
-                indices, values = (array_of(result, outcome, f"sparse.{part}") for part in ("indices", "values"))
-                dtype = "float16" if run.dtype == "float16" else "float32"
-                slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
-                continue
-            values = array_of(result, outcome, name)
             if name == "dense":
-                slot["dense"] = {"dims": dense_dims, "dtype": run.dtype, "values": values}
-                extras = {key: float(array_of(result, outcome, f"dense.{key}")[0]) for key in _extras(outcome, name)}
-                slot["dense"] |= extras | ({"source": "muvera"} if run.muvera else {})
+                slot["dense"] = dense = {"dims": dense_dims, "dtype": run.dtype, "values": read(result, outcome, "dense")}
+                for key in extras:
+                    dense[key] = float(read(result, outcome, f"dense.{key}")[0])
+                if run.muvera:
+                    dense["source"] = "muvera"
+            elif name == "multivector":
+                values = read(result, outcome, "multivector")
+                slot["multivector"] = {"token_dims": token_dims, "num_tokens": len(values), "dtype": run.dtype, "values": values}
+                slot["multivector"] |= {key: read(result, outcome, f"multivector.{key}") for key in extras}
             else:
-                slot[name] = {"token_dims": token_dims, "num_tokens": len(values), "dtype": run.dtype, "values": values}
-                slot[name] |= {key: array_of(result, outcome, f"{name}.{key}") for key in _extras(outcome, name)}
+                dtype = "float16" if run.dtype == "float16" else "float32"
+                indices, values = read(result, outcome, "sparse.indices"), read(result, outcome, "sparse.values")
+                slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
     return slots
-
-
-def _extras(outcome: Ok, name: str) -> list[str]:
-    return [key for key in ("scale", "offset") if f"{name}.{key}" in outcome.outputs]
 
 
 def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:

@@ -4,6 +4,9 @@ from sie_contracts import __version__
 from sie_sdk.client import SIEAsyncClient, SIEClient
 from sie_sdk.errors import (
     AuthenticationError,
+    LoraLoadFailedError,
+    LoraLoadingError,
+    ModelLoadFailedError,
     ModelLoadingError,
     ModelNotFoundError,
     QueueFullError,
@@ -14,12 +17,16 @@ from sie_sdk.errors import (
     SIEConnectionError,
     SIEError,
 )
-from sie_sdk.types import EncodeResult, Item
+from sie_sdk.types import EncodeResult, ExtractResult, Item, ScoreResult
 
 __all__ = [
     "AuthenticationError",
     "EncodeResult",
+    "ExtractResult",
     "Item",
+    "LoraLoadFailedError",
+    "LoraLoadingError",
+    "ModelLoadFailedError",
     "ModelLoadingError",
     "ModelNotFoundError",
     "QueueFullError",
@@ -30,6 +37,7 @@ __all__ = [
     "SIEClient",
     "SIEConnectionError",
     "SIEError",
+    "ScoreResult",
     "ServerError",
     "__version__",
 ]

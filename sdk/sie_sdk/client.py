@@ -12,8 +12,8 @@ from typing import Any, TypeVar, Unpack, cast, overload
 import httpx
 
 from sie_sdk import core
-from sie_sdk.core import Pause, Plan, Policy, Received, Send, TransportFailed
-from sie_sdk.types import EncodeParams, EncodeResult, Item
+from sie_sdk.core import Pause, Plan, Policy, Received, Send, Session, TransportFailed
+from sie_sdk.types import EncodeParams, EncodeResult, ExtractParams, ExtractResult, Item, Params, ScoreResult
 
 _logger = logging.getLogger("sie_sdk")
 T = TypeVar("T")
@@ -40,19 +40,11 @@ class _Base(ABC):
         self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None, wait_for_capacity: bool = True
     ) -> None:
         self._url = base_url.rstrip("/")
-        self._api_key = api_key
-        self._timeout_s = timeout_s
-        self._policy = Policy(wait_for_capacity=wait_for_capacity)
+        self._session = Session(api_key, timeout_s, Policy(wait_for_capacity=wait_for_capacity))
         self._open()
 
     @abstractmethod
     def _open(self) -> None: ...
-
-    def _encode(self, model: str, items: Sequence[Item | str], params: EncodeParams) -> Plan[list[EncodeResult]]:
-        return core.encode(model, items, params=params, api_key=self._api_key, timeout_s=self._timeout_s, policy=self._policy)
-
-    def _get(self, path: str) -> Plan[Any]:
-        return core.get_json(path, api_key=self._api_key, policy=self._policy)
 
 
 class SIEClient(_Base):
@@ -84,16 +76,31 @@ class SIEClient(_Base):
     def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> list[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`."""
-        results = self._drive(self._encode(model, _listed(items), params))
+        results = self._drive(core.encode(model, _listed(items), params, self._session))
+        return results[0] if isinstance(items, dict | str) else results
+
+    def score(self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]) -> ScoreResult:
+        """Scores of items against a query. Raises for the query; an item that failed carries `error`."""
+        return self._drive(core.score(model, query, _listed(items), params, self._session))
+
+    @overload
+    def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, **params: Unpack[ExtractParams]
+    ) -> ExtractResult: ...
+    @overload
+    def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> list[ExtractResult]: ...
+    def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
+        """What is found in one item (a result) or in a list (a list of results, in order). An item that failed carries `error`."""
+        results = self._drive(core.extract(model, _listed(items), params, self._session))
         return results[0] if isinstance(items, dict | str) else results
 
     def list_models(self) -> list[dict[str, Any]]:
         """The catalogue."""
-        return list(self._drive(self._get("/v1/models"))["data"])
+        return list(self._drive(core.get_json("/v1/models", self._session))["data"])
 
     def health(self) -> dict[str, Any]:
         """What the cluster says of itself."""
-        return dict(self._drive(self._get("/health")))
+        return dict(self._drive(core.get_json("/health", self._session)))
 
     def _drive(self, plan: Plan[T]) -> T:
         reply: Received | TransportFailed | None = None
@@ -143,16 +150,31 @@ class SIEAsyncClient(_Base):
     async def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> list[EncodeResult]: ...
     async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """As SIEClient.encode."""
-        results = await self._drive(self._encode(model, _listed(items), params))
+        results = await self._drive(core.encode(model, _listed(items), params, self._session))
+        return results[0] if isinstance(items, dict | str) else results
+
+    async def score(self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]) -> ScoreResult:
+        """As SIEClient.score."""
+        return await self._drive(core.score(model, query, _listed(items), params, self._session))
+
+    @overload
+    async def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, **params: Unpack[ExtractParams]
+    ) -> ExtractResult: ...
+    @overload
+    async def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> list[ExtractResult]: ...
+    async def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
+        """As SIEClient.extract."""
+        results = await self._drive(core.extract(model, _listed(items), params, self._session))
         return results[0] if isinstance(items, dict | str) else results
 
     async def list_models(self) -> list[dict[str, Any]]:
         """The catalogue."""
-        return list((await self._drive(self._get("/v1/models")))["data"])
+        return list((await self._drive(core.get_json("/v1/models", self._session)))["data"])
 
     async def health(self) -> dict[str, Any]:
         """What the cluster says of itself."""
-        return dict(await self._drive(self._get("/health")))
+        return dict(await self._drive(core.get_json("/health", self._session)))
 
     async def _drive(self, plan: Plan[T]) -> T:
         reply: Received | TransportFailed | None = None

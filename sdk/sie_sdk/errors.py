@@ -7,6 +7,9 @@ SIEError
 │   └── ModelNotFoundError      MODEL_NOT_FOUND, with `suggestions` in `details`
 └── ServerError             the server failed, or had no capacity within the client's patience (5xx)
     ├── ModelLoadingError       MODEL_LOADING
+    ├── ModelLoadFailedError    MODEL_LOAD_FAILED
+    ├── LoraLoadingError        LORA_LOADING
+    ├── LoraLoadFailedError     LORA_LOAD_FAILED
     ├── QueueFullError          QUEUE_FULL
     ├── ResourceExhaustedError  RESOURCE_EXHAUSTED
     └── RequestTimeoutError     GATEWAY_TIMEOUT
@@ -55,6 +58,18 @@ class ModelLoadingError(ServerError):
     """The model was still loading when the client's patience ended."""
 
 
+class ModelLoadFailedError(ServerError):
+    """The model cannot be loaded: `details` has `error_class`, `attempts` and `permanent`."""
+
+
+class LoraLoadingError(ServerError):
+    """The LoRA was still loading when the client's patience ended."""
+
+
+class LoraLoadFailedError(ServerError):
+    """The LoRA cannot be loaded: `details` has `lora_id`."""
+
+
 class QueueFullError(ServerError):
     """The queue was still full when the client's patience ended."""
 
@@ -70,6 +85,9 @@ class RequestTimeoutError(ServerError):
 _BY_CODE: dict[str, type[SIEError]] = {
     "MODEL_NOT_FOUND": ModelNotFoundError,
     "MODEL_LOADING": ModelLoadingError,
+    "MODEL_LOAD_FAILED": ModelLoadFailedError,
+    "LORA_LOADING": LoraLoadingError,
+    "LORA_LOAD_FAILED": LoraLoadFailedError,
     "QUEUE_FULL": QueueFullError,
     "RESOURCE_EXHAUSTED": ResourceExhaustedError,
     "GATEWAY_TIMEOUT": RequestTimeoutError,

@@ -122,6 +122,10 @@ class LongTexts:
             going = [reading for reading, _ in pieces if count_all or reading.count <= room]
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
+    def head(self, text: str, size: int) -> str:
+        """The first piece of about `size` characters or more."""
+        return next(self._pieces(text, size, False))[0]
+
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
         """Pieces in the order of reading, each with the number of its first tokens that are the sentinel's."""
         if self.places is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.errors import LoraLoadFailed, LoraLoading, SIEError
+from sie_contracts.errors import ErrorInfo, LoraLoadFailed, LoraLoading, SIEError
 from sie_sidecar.hosting import Hosted
 from sie_sidecar.link import AdapterGone, AdapterLink
 
@@ -27,7 +27,7 @@ class Loras:
         self._clock = clock
         self._loads: dict[_Key, asyncio.Task[None]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
-        self._failures: dict[_Key, tuple[float, LoraLoadFailed]] = {}
+        self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: Hosted) -> asyncio.Lock:
         """Held by a batch whose LoRA was dropped while it waited, until it has run: no other LoRA of this model begins to load meanwhile.
@@ -43,9 +43,9 @@ class Loras:
         if in_turn:
             await self._ask(hosted, name)
             return
-        failed_s, error = self._failures.get((hosted.name, name), (0.0, None))
-        if error is not None and self._clock() - failed_s < COOL_DOWN_S:
-            raise SIEError.from_info(error.info())
+        failed_s, failure = self._failures.get((hosted.name, name), (0.0, None))
+        if failure is not None and self._clock() - failed_s < COOL_DOWN_S:
+            raise SIEError.from_info(failure)
         load = self._load_of(hosted, name)
         done, _ = await asyncio.wait([load], timeout=HOLD_S)
         if not done:
@@ -77,7 +77,7 @@ class Loras:
         except LoraLoadFailed as error:
             if len(self._failures) >= MOST_REMEMBERED:
                 self._failures.clear()
-            self._failures[key] = (self._clock(), error)
+            self._failures[key] = (self._clock(), error.info())
             raise
         finally:
             del self._loads[key]

@@ -73,6 +73,12 @@ def _prompted(given: Input, options: RunOptions) -> str:
     return options.prefix + (given.text or "") + options.suffix
 
 
+def characters_of(item: Work) -> int:
+    """How much text there is to read, prompts aside."""
+    texts = (item.query.text or "" if item.query else "", *item.options.labels, *(given.text or "" for given in item.inputs))
+    return sum(map(len, texts))
+
+
 def texts_of(item: Work) -> list[str]:
     """What a model that reads texts is given, a text for each row."""
     query = [item.query.text or ""] if item.query else []

@@ -108,11 +108,19 @@ class ModelTokenizer:
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """As `contents`, with the place of each token in its text: int32 [length, 2], code points."""
         found = []
-        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+        heads = [self._head(text, room) if truncate == "END" else text for text in texts]
+        for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
             offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
             ids = np.array(encoding.ids, np.int32)
             found.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
         return found
+
+    def _head(self, text: str, room: int) -> str:
+        """As much of a long text as surely holds more than `room` tokens, cut where that changes none of them; else all of it."""
+        if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
+            return text
+        head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
+        return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
 
     def prefix_of(self, text: str, room: int) -> str:
         """The text, or the part of it that its first `room` tokens cover."""

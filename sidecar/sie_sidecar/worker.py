@@ -36,7 +36,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.pulling import Pulling
-from sie_sidecar.rows import Row, Work, offsets_of, texts_of, types_of
+from sie_sidecar.rows import Row, Work, characters_of, offsets_of, texts_of, types_of
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.tokens import TokenizerPool
 
@@ -199,7 +199,7 @@ class Worker:
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
-        characters = sum(len(given.text or "") for held in group for given in held.item.inputs)
+        characters = sum(characters_of(each) for each in work)
         made = await self._tokenizers.run(characters, functools.partial(rowing.make, hosted.tokenizer, layout, work))
         for held, each in zip(group, made, strict=True):
             held.layout, held.rows, held.shared = layout.layout, each.rows, each.shared

@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import functools
 import importlib.util
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from oracle import WORDS, model_folder
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, Architecture, build
 from parity.tokenizer_recipes import TokenizerRecipe, corpus
+from safetensors.torch import load_file, save_file
 from scipy.stats import kendalltau
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -147,6 +150,17 @@ class ScoringEngine:
         assert self._engine.stop(10)
 
 
+@contextmanager
+def scoring_engine() -> Iterator[ScoringEngine]:
+    """An engine, with one torch thread as in a lane."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = ScoringEngine()
+    yield engine
+    engine.stop()
+    torch.set_num_threads(threads)
+
+
 # texts
 
 
@@ -178,6 +192,27 @@ def build_head(folder: Path, name: str, head: Any, labels: Sequence[str] | int =
     else:
         config |= {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     return build(folder, ARCHITECTURES[name], head=head, **config)
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """The files of a checkpoint in another folder, to be changed there."""
+    target.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def without(folder: Path, tensor: str, target: Path) -> Path:
+    """A copy that lacks a tensor."""
+    tensors = load_file(copied(folder, target) / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**content, **changes}))
 
 
 # The templates of the model cards, cut where the vendors' code tokenises piece by piece.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,12 +18,16 @@ from parity.score_checkpoints import (
     Scoring,
     ScoringEngine,
     build_head,
+    copied,
+    edit_json,
     ragged_documents,
     score_of,
+    scoring_engine,
     sentence,
     sts_pairs,
     tau,
     trained_cross_encoder,
+    without,
 )
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
@@ -68,12 +71,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ScoringEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    engine = ScoringEngine()
-    yield engine
-    engine.stop()
-    torch.set_num_threads(threads)
+    with scoring_engine() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -176,17 +175,6 @@ def test_token_types_matter(load: Load, folders: Folders, tmp_path: Path) -> Non
 # the activation
 
 
-def copied(folder: Path, target: Path) -> Path:
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
-def edit_json(file: Path, **changes: Any) -> None:
-    content = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps({**content, **changes}))
-
-
 NAMED = {
     "nothing": {},
     "config": {"config.json": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}},
@@ -240,6 +228,13 @@ def test_an_unknown_activation_is_refused(engine: ScoringEngine, folders: Folder
         engine.load(folder, "cross-encoder")
 
 
+def test_a_prompt_that_would_be_left_out_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
+    folder = copied(folders("bert"), tmp_path)
+    edit_json(folder / "config_sentence_transformers.json", default_prompt_name="query", prompts={"query": "rank: "})
+    with pytest.raises(ModelLoadFailed, match="prompt query"):
+        engine.load(folder, "cross-encoder")
+
+
 @pytest.mark.parametrize("kind", ["bert", "modernbert mean", "deberta-v2"])
 def test_two_labels_score_as_the_share_of_the_second(kind: str, engine: ScoringEngine, folders: Folders) -> None:
     documents = ragged_documents(30)
@@ -273,10 +268,7 @@ def test_labels_that_are_no_score_are_refused(labels: int, activation: str | Non
     ],
 )
 def test_a_head_that_is_not_whole_is_refused(kind: str, tensor: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    folder = copied(folders(kind), tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[tensor]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    folder = without(folders(kind), tensor, tmp_path)
     with pytest.raises(ModelLoadFailed, match=tensor):
         engine.load(folder, "cross-encoder")
 
@@ -311,6 +303,13 @@ def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     assert all(torch.equal(parameter, exact[name]) for name, parameter in head.named_parameters())
     assert weights.backbone._model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_reads_the_first_token_alone_is_known(kind: str, load: Load) -> None:
+    """It runs once for all lengths. A mistake would show in the scores; a miss only in the time."""
+    head = load(kind).resident.weights.heads["score"]
+    assert getattr(head, "_reads_first", None) == {"modernbert mean": False, "qwen2": None}.get(kind, True)
 
 
 # a model that was trained

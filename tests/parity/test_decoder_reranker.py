@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,14 @@ from parity.score_checkpoints import (
     Scoring,
     ScoringEngine,
     build_reranker,
+    copied,
+    edit_json,
     ragged_documents,
     score_of,
+    scoring_engine,
     sentence,
     tau,
+    without,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,12 +68,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ScoringEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    engine = ScoringEngine()
-    yield engine
-    engine.stop()
-    torch.set_num_threads(threads)
+    with scoring_engine() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -282,17 +281,8 @@ def test_the_output_layer_is_kept_in_float32_and_the_input_layer_is_not(name: st
 # what is refused
 
 
-def copied(folder: Path, target: Path) -> Path:
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
 def test_a_missing_output_layer_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    folder = copied(folders("qwen2"), tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    folder = without(folders("qwen2"), "lm_head.weight", tmp_path)
     with pytest.raises(ModelLoadFailed, match=r"lm_head\.weight"):
         engine.load(folder, "decoder-reranker", **QWEN3_ENTRY)
 
@@ -303,8 +293,7 @@ def test_a_sequence_classifier_is_refused(engine: ScoringEngine, folders: Folder
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file({**tensors, "score.weight": torch.randn(1, 64)}, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForSequenceClassification"]}))
+    edit_json(folder / "config.json", architectures=["Qwen2ForSequenceClassification"])
     with pytest.raises(ModelLoadFailed):
         engine.load(folder, "decoder-reranker", **QWEN3_ENTRY)
     with pytest.raises(ModelLoadFailed, match=r"missing|unexpected"):

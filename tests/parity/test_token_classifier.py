@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, edit_json, ragged_documents, scoring_engine, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
@@ -50,12 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ScoringEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    engine = ScoringEngine()
-    yield engine
-    engine.stop()
-    torch.set_num_threads(threads)
+    with scoring_engine() as engine:
+        yield engine
 
 
 def balanced(folder: Path) -> Path:
@@ -148,12 +143,8 @@ def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: F
     """BIOES: what the pipeline takes for kinds of their own. The same weights with B- and I- in their place give the same entities."""
     five, plain = ("O", "B-PER", "I-PER", "E-PER", "S-PER"), ("O", "B-PER", "I-PER", "I-PER", "B-PER")
     texts = ragged_documents(12)
-    as_bio = tmp_path / "bio"
-    as_bio.mkdir()
-    for file in folders("bert", five).iterdir():
-        (as_bio / file.name).write_bytes(file.read_bytes())
-    config = json.loads((as_bio / "config.json").read_text())
-    (as_bio / "config.json").write_text(json.dumps({**config, "id2label": dict(enumerate(plain)), "label2id": {}}))
+    as_bio = copied(folders("bert", five), tmp_path / "bio")
+    edit_json(as_bio / "config.json", id2label=dict(enumerate(plain)), label2id={})
     found = entities(engine.load(folders("bert", five), FAMILY), texts)
     assert_equal(found, expected_entities(as_bio, texts))
     assert {each["label"] for all_of in found for each in all_of} == {"PER"}
@@ -161,20 +152,14 @@ def test_tags_of_five_kinds_begin_and_continue(engine: ScoringEngine, folders: F
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "electra"])
 def test_a_missing_head_is_refused(name: str, engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    for file in folders(name).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["classifier.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    without(folders(name), "classifier.weight", tmp_path)
     with pytest.raises(ModelLoadFailed, match=r"classifier\.weight"):
         engine.load(tmp_path, FAMILY)
 
 
 def test_a_pooler_that_nothing_reads_is_no_fault(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
     """BERT taggers were saved with one."""
-    for file in folders("bert").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(copied(folders("bert"), tmp_path) / "model.safetensors")
     width = tensors["classifier.weight"].shape[1]
     tensors |= {"bert.pooler.dense.weight": torch.randn(width, width), "bert.pooler.dense.bias": torch.randn(width)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
-from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, sentence
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, scoring_engine, sentence, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -52,12 +52,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ScoringEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    engine = ScoringEngine()
-    yield engine
-    engine.stop()
-    torch.set_num_threads(threads)
+    with scoring_engine() as engine:
+        yield engine
 
 
 def oracle(folder: Path) -> Any:
@@ -120,11 +116,7 @@ def test_a_model_that_does_not_name_its_classes_is_refused(labels: tuple[str, ..
 
 
 def test_a_missing_head_is_refused(engine: ScoringEngine, folders: Folders, tmp_path: Path) -> None:
-    for file in folders("deberta-v2", NAMES["two"]).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["classifier.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    without(folders("deberta-v2", NAMES["two"]), "classifier.weight", tmp_path)
     with pytest.raises(ModelLoadFailed, match=r"classifier\.weight"):
         engine.load(tmp_path, FAMILY)
 

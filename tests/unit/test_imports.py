@@ -147,9 +147,9 @@ def test_nothing_can_execute_what_was_received(package: str) -> None:
 
 def test_the_public_surface_of_the_sdk() -> None:
     assert sie_sdk.__all__ == [
-        "AuthenticationError", "EncodeResult", "Item", "ModelLoadingError", "ModelNotFoundError", "QueueFullError", "RequestError",
-        "RequestTimeoutError", "ResourceExhaustedError", "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ServerError",
-        "__version__",
+        "AuthenticationError", "EncodeResult", "ExtractResult", "Item", "LoraLoadFailedError", "LoraLoadingError", "ModelLoadFailedError",
+        "ModelLoadingError", "ModelNotFoundError", "QueueFullError", "RequestError", "RequestTimeoutError", "ResourceExhaustedError",
+        "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ScoreResult", "ServerError", "__version__",
     ]  # fmt: skip
     public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
     modules = {"client", "core", "errors", "types"}

@@ -11,7 +11,7 @@ import pytest
 import sie_sdk
 from sie_contracts import arrays, errors
 from sie_sdk import core
-from sie_sdk.core import Pause, Policy, Received, Send, TransportFailed
+from sie_sdk.core import Pause, Plan, Policy, Received, Send, Session, TransportFailed
 
 
 def refused(code: str, status: int, *, retryable: bool, retry_after_s: int | None = None) -> Received:
@@ -26,8 +26,8 @@ def answered(count: int) -> Received:
     return Received(200, {"x-sie-request-id": "r2"}, msgspec.msgpack.encode(body))
 
 
-def plan(items: list[str], policy: Policy | None = None) -> core.Plan[list[sie_sdk.EncodeResult]]:
-    return core.encode("org/model:fast", items, params={}, api_key="secret", timeout_s=2.5, policy=policy or Policy())
+def plan(items: list[str], policy: Policy | None = None) -> Plan[list[sie_sdk.EncodeResult]]:
+    return core.encode("org/model:fast", items, {}, Session("secret", 2.5, policy or Policy()))
 
 
 def test_a_request_carries_key_deadline_and_an_escaped_model() -> None:
@@ -125,7 +125,10 @@ def test_a_broken_connection_is_tried_again_and_then_named() -> None:
         ("UNAUTHENTICATED", 401, sie_sdk.AuthenticationError),
         ("PERMISSION_DENIED", 403, sie_sdk.AuthenticationError),
         ("INFERENCE_ERROR", 500, sie_sdk.ServerError),
-        ("MODEL_LOAD_FAILED", 502, sie_sdk.ServerError),
+        ("MODEL_LOAD_FAILED", 502, sie_sdk.ModelLoadFailedError),
+        ("LORA_LOADING", 503, sie_sdk.LoraLoadingError),
+        ("LORA_LOAD_FAILED", 502, sie_sdk.LoraLoadFailedError),
+        ("UNHEARD_OF", 500, sie_sdk.ServerError),
         ("GATEWAY_TIMEOUT", 504, sie_sdk.RequestTimeoutError),
         ("SOMETHING_NEW", 418, sie_sdk.RequestError),
     ],
@@ -159,3 +162,134 @@ def test_an_unreadable_error_still_has_its_status() -> None:
     with pytest.raises(sie_sdk.ServerError, match="502") as caught:
         steps.send(Received(502, {}, b"<html>bad gateway</html>"))
     assert caught.value.status == 502
+
+
+SHARED = {
+    "model": "m",
+    "timing": {"total_ms": 1.0},
+    "usage": {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []},
+    "fingerprint": "f",
+}
+
+
+def replied(**body: object) -> Received:
+    return Received(200, {"x-sie-request-id": "r2"}, msgspec.msgpack.encode({**SHARED, **body}))
+
+
+def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, object]], object]:
+    """What a plan sends, answered with `replies`, and what it returns."""
+    sent = []
+    step = next(steps)
+    for reply in replies:
+        assert isinstance(step, Send)
+        sent.append({"path": step.path, **msgspec.msgpack.decode(step.body)})
+        try:
+            step = steps.send(reply)  # type: ignore[assignment]
+        except StopIteration as end:
+            return sent, end.value
+    raise AssertionError("it wants more")
+
+
+def test_parameters_are_passed_on_as_they_are() -> None:
+    given = {"output_types": ["dense"], "muvera": {"seed": 7}, "lora_id": "org/lora", "options": {"pooling": "cls"}, "truncate": False}
+    (sent,), _ = outcome(core.encode("m", ["a"], given, Session()), answered(1))
+    assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": given}
+
+
+def test_every_output_is_an_array_that_outputs_describes() -> None:
+    slot = {
+        "id": "a",
+        "dense": {"dims": 2, "dtype": "int8", "values": arrays.pack(np.array([127, -3], np.int8)), "scale": 0.25, "source": "muvera"},
+        "sparse": {
+            "dims": 9, "dtype": "float32", "indices": arrays.pack(np.array([1, 8], np.int32)), "values": arrays.pack(np.ones(2, np.float32)),
+        },
+        "multivector": {"token_dims": 2, "num_tokens": 3, "dtype": "float16", "values": arrays.pack(np.zeros((3, 2), np.float16))},
+    }  # fmt: skip
+    _, results = outcome(core.encode("m", ["a"], {}, Session()), replied(items=[slot], muvera={"seed": 42}, warnings=["w"]))
+    (result,) = results  # type: ignore[misc]
+    assert result["dense"].tolist() == [127, -3]
+    assert result["sparse"]["indices"].dtype == np.int32
+    assert result["multivector"].shape == (3, 2)
+    for array in (result["dense"], result["multivector"], *result["sparse"].values()):
+        assert array.flags.writeable
+    assert result["outputs"] == {
+        "dense": {"dims": 2, "dtype": "int8", "scale": 0.25, "source": "muvera"},
+        "sparse": {"dims": 9, "dtype": "float32"},
+        "multivector": {"token_dims": 2, "num_tokens": 3, "dtype": "float16"},
+    }
+    assert (result["id"], result["muvera"], result["warnings"]) == ("a", {"seed": 42}, ["w"])
+
+
+def test_an_item_that_failed_carries_its_error_and_no_output() -> None:
+    _, results = outcome(core.encode("m", ["a"], {}, Session()), replied(items=[{"error": {"code": "INVALID_INPUT"}}]))
+    assert results[0]["error"] == {"code": "INVALID_INPUT"}  # type: ignore[index]
+    assert results[0]["outputs"] == {}  # type: ignore[index]
+
+
+def entry(item_id: str, score: float | None, rank: int) -> dict[str, object]:
+    return {"item_id": item_id, "score": score, "rank": rank}
+
+
+def test_scores_come_back_as_the_server_ordered_them() -> None:
+    entries = [entry("b", 0.9, 0), entry("item-0", 0.5, 1)]
+    steps = core.score("m", {"id": "q", "text": "who"}, ["x", {"id": "b", "text": "y"}], {"lora_id": "l"}, Session())
+    (sent,), result = outcome(steps, replied(query_id="q", scores=entries))
+    assert sent == {
+        "path": "/v1/score/m", "query": {"id": "q", "text": "who"}, "items": ["x", {"id": "b", "text": "y"}], "params": {"lora_id": "l"},
+    }  # fmt: skip
+    assert result == {**SHARED, "query_id": "q", "scores": entries, "request_id": "r2"}
+
+
+def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E19: replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order, failures are last."""
+    monkeypatch.setattr(core, "MAX_ITEMS", 3)
+    items: list[object] = ["a", {"id": "twin", "text": "b"}, "c", {"id": "twin", "text": "d"}, {"id": "item-0", "metadata": {"n": 1}}]
+    first = [entry("2", 0.5, 0), entry("0", 0.25, 1), {**entry("1", None, 2), "error": {"code": "X"}}]
+    second = [entry("4", 0.75, 0), entry("3", 0.5, 1)]
+    usages = [
+        {"prompt_tokens": 4, "total_tokens": 4, "truncated_items": [2]},
+        {"prompt_tokens": 2, "total_tokens": 2, "truncated_items": [0]},
+    ]
+    steps = core.score("m", "q", items, {}, Session())  # type: ignore[arg-type]
+    sent, result = outcome(steps, replied(scores=first, usage=usages[0]), replied(scores=second, usage=usages[1]))
+    assert [[item["id"] for item in each["items"]] for each in sent] == [["0", "1", "2"], ["3", "4"]]  # type: ignore[attr-defined]
+    assert [each["query"] for each in sent] == ["q", "q"]
+    assert [(each["item_id"], each["score"], each["rank"]) for each in result["scores"]] == [  # type: ignore[index]
+        ("item-0", 0.75, 0), ("item-2", 0.5, 1), ("twin", 0.5, 2), ("item-0", 0.25, 3), ("twin", None, 4),
+    ]  # fmt: skip
+    assert result["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": [2, 3]}  # type: ignore[index]
+
+
+def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E19"""
+    monkeypatch.setattr(core, "MAX_ITEMS", 2)
+    slots = [[{"id": "item-0", "entities": []}, {"id": "x", "entities": []}], [{"id": "item-0", "entities": [{"label": "person"}]}]]
+    steps = core.extract("m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session())
+    sent, results = outcome(steps, *(replied(items=part) for part in slots))
+    assert [each["params"] for each in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
+    assert [each["id"] for each in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
+    assert results[2]["entities"] == [{"label": "person"}]  # type: ignore[index]
+
+
+def test_an_empty_list_needs_no_request_but_a_score_is_the_server_s_to_refuse() -> None:
+    for plan in (core.encode("m", [], {}, Session()), core.extract("m", [], {}, Session())):
+        with pytest.raises(StopIteration) as end:
+            next(plan)
+        assert end.value.value == []
+    assert isinstance(next(core.score("m", "q", [], {}, Session())), Send)
+
+
+@pytest.mark.parametrize("body", [{}, {"items": 3}, {"items": [3]}, {"scores": [{}]}, {"scores": None}])
+def test_an_unreadable_score_or_extraction_is_a_server_error(monkeypatch: pytest.MonkeyPatch, body: dict[str, object]) -> None:
+    monkeypatch.setattr(core, "MAX_ITEMS", 1)
+    for steps in (core.score("m", "q", ["a", "b"], {}, Session()), core.extract("m", ["a"], {}, Session())):
+        with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+            outcome(steps, *[replied(**body)] * 2)
+
+
+def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "MAX_ITEMS", 1)
+    with pytest.raises(sie_sdk.RequestError, match="got int"):
+        next(core.score("m", "q", ["a", 5], {}, Session()))  # type: ignore[list-item]
+    with pytest.raises(sie_sdk.RequestError):
+        next(core.extract("m", ["a"], {"threshold": object()}, Session()))

@@ -291,7 +291,9 @@ class _Builder:
 
     def _cross_encoder(self, encoder: TextEncoder) -> None:
         assert self.head is not None
-        encoder.heads["score"] = _sequence_head(self.head)
+        if prompt := read_json(self.folder / "config_sentence_transformers.json").get("default_prompt_name"):
+            raise load_failed("INCOMPATIBLE", f"{self.entry.id}: its pairs are given the prompt {prompt}, which this adapter does not do")
+        encoder.heads["score"] = self._sequence_head(self.head)
         encoder.rows["score"] = Rows("pair")
         activation = self.entry.head.activation or _stored_activation(self.folder, self.config)
         labels = self.config.num_labels
@@ -299,6 +301,9 @@ class _Builder:
             raise load_failed("INCOMPATIBLE", f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax")
         encoder._only = "score"
         encoder._answer = lambda message, group, query, rows, places: answers.class_scores(rows["score"], activation)
+
+    def _sequence_head(self, head: TransformersHead) -> Head:
+        return LastTokenHead(head, head.pad) if head.is_decoder else SequenceHead(head, self.config.hidden_size, self.compute.device)
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
         """Cut the output layer down to the rows no and yes; what the model does to its logits stays."""
@@ -326,7 +331,7 @@ class _Builder:
         against = next((number for name, number in names.items() if name.startswith(("contra", "not_entail"))), None)
         if entailment is None or against is None:
             raise load_failed("INCOMPATIBLE", f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite")
-        encoder.heads["label"] = _sequence_head(self.head)
+        encoder.heads["label"] = self._sequence_head(self.head)
         encoder.rows["extract"] = Rows("hypotheses")
         encoder._only = "label"
         encoder._answer = lambda message, group, query, rows, places: answers.zero_shot(group.options, rows["label"], entailment, against)
@@ -334,14 +339,10 @@ class _Builder:
     def _token_classifier(self, encoder: TextEncoder) -> None:
         assert self.head is not None
         names = [self.config.id2label[number] for number in range(self.config.num_labels)]
-        encoder.heads["token"] = TokenHead(self.head)
+        encoder.heads["token"] = TokenHead(self.head, self.config.hidden_size, self.compute.device)
         encoder.rows["extract"] = Rows("spans")
         encoder._only = "token"
         encoder._answer = lambda message, group, query, rows, places: entities(message, group, rows["token"], places, names)
-
-
-def _sequence_head(head: TransformersHead) -> Head:
-    return LastTokenHead(head, head.pad) if head.is_decoder else SequenceHead(head)
 
 
 def _saved_layer(path: Path) -> nn.Linear:

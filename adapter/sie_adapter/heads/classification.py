@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sie_adapter.heads import Reduced, States
 from sie_adapter.heads.transformers_head import TransformersHead, per_group
@@ -11,25 +12,47 @@ from sie_adapter.packing import Int64
 
 
 class SequenceHead:
-    """Any `ForSequenceClassification`: float32 logits [labels] of each sequence."""
+    """Any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width` is that of a hidden state.
 
-    def __init__(self, head: TransformersHead) -> None:
+    Most heads read nothing but the first token, which a trial shows: they are called once for all lengths. Others once for each length.
+    """
+
+    def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
         self._head = head
+        states = _trial_states(width, device)
+        self._reads_first = torch.allclose(head(states), head(states[:, :1]), rtol=1e-4, atol=1e-6)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        logits = per_group(self._head, states.hidden, states.packed.groups.tolist())[torch.from_numpy(sequences).to(states.hidden.device)]
+        packed, device = states.packed, states.hidden.device
+        if self._reads_first:
+            first = torch.from_numpy(packed.bounds[:-1][sequences].astype(np.int64)).to(device)
+            logits = self._head(states.hidden[first][:, None]).float()
+        else:
+            logits = per_group(self._head, states.hidden, packed.groups.tolist())[torch.from_numpy(sequences).to(device)]
         return Reduced(logits.unbind(0), torch.isfinite(logits).all(1))
 
 
 class TokenHead:
-    """Any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence."""
+    """Any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence, from one call where tokens do not mix."""
 
-    def __init__(self, head: TransformersHead) -> None:
+    def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
         self._head = head
+        states = _trial_states(width, device)
+        self._mixes = not torch.allclose(head(states)[:, :1], head(states[:, :1]), rtol=1e-4, atol=1e-6)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        rows = [self._head(states.hidden[None, states.span(int(sequence))])[0].float() for sequence in sequences]
+        spans = [states.span(int(sequence)) for sequence in sequences]
+        if self._mixes:
+            rows = [self._head(states.hidden[None, span])[0].float() for span in spans]
+        else:
+            logits = self._head(states.hidden[None])[0].float()
+            rows = [logits[span] for span in spans]
         return Reduced(rows, torch.stack([torch.isfinite(row).all() for row in rows]))
+
+
+def _trial_states(width: int, device: torch.device) -> Tensor:
+    """Hidden states of two sequences of three tokens."""
+    return torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 class LastTokenHead:

@@ -1,0 +1,73 @@
+"""Trained models on the semantic textual similarity benchmark, through the API: the numbers of the public library, and its ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import local_models
+import numpy as np
+import oracle
+import pytest
+from cluster import Cluster, running
+from local_models import LocalModels
+from parity.score_checkpoints import sts_pairs, trained_cross_encoder
+from scipy.stats import spearmanr
+
+from sie_contracts import arrays
+
+PAIRS = 300
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+    found = local_models.under(tmp_path_factory.mktemp("sts-b"))
+    found.build("mini")
+    trained_cross_encoder(found.weights / "trained")
+    found.add("trained", {"family": "cross-encoder", "outputs": {"score": 0}, "max_tokens": 128})
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, models: LocalModels) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("sts-b-cluster"), *models.arguments, "--no-spare") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("model", "low", "high"), [("mini", 0.8198, 0.8208), ("mini:bf16", 0.8190, 1.0)])
+def test_minilm_ranks_as_published(client: httpx.Client, model: str, low: float, high: float) -> None:
+    """Spearman's correlation of cosines with the gold scores of the test set: 0.8203 in float32."""
+    left, right, gold = oracle.sts_benchmark()
+    vectors: dict[str, np.ndarray] = {}
+    texts = list(dict.fromkeys([*left, *right]))
+    for start in range(0, len(texts), 512):
+        part = texts[start : start + 512]
+        answer = client.post(f"/v1/encode/test/{model}", json={"items": part}, headers={"accept": "application/msgpack"})
+        slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
+        vectors |= {text: slot["dense"]["values"] for text, slot in zip(part, slots, strict=True)}
+    scores = [float(vectors[a] @ vectors[b]) for a, b in zip(left, right, strict=True)]
+    assert low <= spearmanr(scores, gold).statistic <= high
+
+
+def test_a_trained_cross_encoder_scores_like_the_library(client: httpx.Client, models: LocalModels) -> None:
+    from sentence_transformers import CrossEncoder
+
+    pairs = sts_pairs("test")[:PAIRS]
+    scores = []
+    for left, right, _ in pairs:
+        answer = client.post("/v1/score/test/trained", json={"query": left, "items": [right]})
+        scores.append(answer.json()["scores"][0]["score"])
+    library = CrossEncoder(str(models.weights / "trained"), device="cpu", max_length=128)
+    expected = library.predict([(left, right) for left, right, _ in pairs], show_progress_bar=False)
+    difference = float(np.abs(np.array(scores) - expected).max())
+    print(f"largest difference {difference:.2e}")
+    assert difference <= 1e-4
+    assert spearmanr(scores, [gold for *_, gold in pairs]).statistic >= 0.8

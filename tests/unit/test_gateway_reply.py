@@ -1,0 +1,236 @@
+"""Results become slots, scores and extractions; a request becomes chunks; a body becomes items. No processes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from sie_contracts import arrays
+from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_contracts.muvera import Muvera
+from sie_gateway import body, chunk, reply
+from sie_gateway.body import Item
+from sie_gateway.chunk import Chunk, Limits
+from sie_gateway.inference import _result_bytes
+
+ENTRY = parse_entry({
+    "id": "org/m3", "weights": {"package": "p"}, "family": "text-encoder", "max_tokens": 64,
+    "outputs": {"dense": 4, "sparse": 100, "multivector": 4, "score": 0},
+})  # fmt: skip
+REFUSED = Failed(ErrorInfo("INVALID_INPUT", "no", reason="empty_item"))
+BUSY = Failed(ErrorInfo("RESOURCE_EXHAUSTED", "no memory"))
+
+
+def result_of(outputs: dict[str, Any]) -> tuple[WorkResult, Outcome]:
+    """A result of one input with these arrays."""
+    slices, block = {}, b"pad!"
+    for name, values in outputs.items():
+        array = np.asarray(values)
+        slices[name] = ArraySlice(array.dtype.str, array.shape, len(block))
+        block += array.tobytes()
+    outcome = Ok(slices, 3)
+    return WorkResult("r", 0, "w", (outcome,), block), outcome
+
+
+def slot(given: dict[str, Any], *, msgpack: bool = True, **options: Any) -> dict[str, Any]:
+    (found,) = reply.encode_slots([Item("a")], [result_of(given)], ENTRY, RunOptions(**options), msgpack=msgpack)
+    return found
+
+
+def placed(*outcomes: Outcome) -> list[tuple[WorkResult, Outcome]]:
+    return [(WorkResult("r", 0, "w", (outcome,)), outcome) for outcome in outcomes]
+
+
+# encode
+
+
+def test_a_dense_vector_in_full_precision_has_no_extras() -> None:
+    found = slot({"dense": np.arange(4, dtype="<f4")})
+    assert {**found["dense"], "values": 0} == {"dims": 4, "dtype": "float32", "values": 0}
+    assert found["dense"]["values"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("dtype", "extras"), [("int8", {"scale"}), ("uint8", {"scale", "offset"}), ("binary", set()), ("float16", set())])
+def test_integer_dtypes_bring_what_restores_them(dtype: str, extras: set[str]) -> None:
+    """One number for a dense vector, one for each row of a multivector."""
+    kind = {"int8": "i1", "float16": "<f2"}.get(dtype, "u1")
+    given: dict[str, Any] = {"dense": np.ones(4, kind), "multivector": np.ones((2, 4), kind)}
+    for name in extras:
+        given |= {f"dense.{name}": np.array([0.5], "<f4"), f"multivector.{name}": np.array([0.5, 0.25], "<f4")}
+    found = slot(given, outputs=("dense", "multivector"), dtype=dtype)
+    assert set(found["dense"]) - {"dims", "dtype", "values"} == extras
+    assert set(found["multivector"]) - {"token_dims", "num_tokens", "dtype", "values"} == extras
+    for name in extras:
+        assert found["dense"][name] == 0.5
+        assert isinstance(found["dense"][name], float)
+        assert found["multivector"][name].tolist() == [0.5, 0.25]
+    assert (found["dense"]["dtype"], found["multivector"]["num_tokens"]) == (dtype, 2)
+
+
+def test_dims_are_the_logical_width_of_packed_bits() -> None:
+    found = slot({"dense": np.ones(1, "u1")}, dtype="ubinary", dimensions=2)
+    assert (found["dense"]["dims"], found["dense"]["values"].shape) == (2, (1,))
+
+
+def test_a_sparse_vector_has_float_values_whatever_the_dtype() -> None:
+    given = {"sparse.indices": np.array([2, 9], "<i4"), "sparse.values": np.array([0.5, 1.5], "<f4")}
+    found = slot(given, outputs=("sparse",), dtype="int8")
+    assert {**found["sparse"], "indices": 0, "values": 0} == {"dims": 100, "dtype": "float32", "indices": 0, "values": 0}
+    assert slot({**given, "sparse.values": np.ones(2, "<f2")}, outputs=("sparse",), dtype="float16")["sparse"]["dtype"] == "float16"
+
+
+def test_a_sketch_names_its_source_and_its_own_width() -> None:
+    parameters = Muvera(num_repetitions=2, num_simhash_projections=1, final_projection_dim=None)
+    found = slot({"dense": np.zeros(16, "<f4")}, muvera=parameters)
+    assert (found["dense"]["dims"], found["dense"]["source"]) == (16, "muvera")
+    assert slot({"dense": np.zeros(8, "<f4")}, muvera=parameters, dimensions=2)["dense"]["dims"] == 8
+
+
+def test_float16_is_printed_exactly_in_json_and_sent_as_it_is_in_msgpack() -> None:
+    """0.1 as float16 is 0.0999755859375; the shortest digits that tell it from its neighbours are others."""
+    given = {"dense": np.full(4, 0.1, "<f2")}
+    data, _ = reply.encode(slot(given, msgpack=False, dtype="float16"), msgpack=False)
+    assert b"0.0999755859375" in data
+    data, _ = reply.encode(slot(given, dtype="float16"), msgpack=True)
+    assert arrays.unpack(msgspec.msgpack.decode(data))["dense"]["values"].dtype == np.float16
+
+
+def test_an_input_that_failed_has_its_error_in_its_slot() -> None:
+    items = [Item("a", "x", {"n": 1}), Item("b")]
+    outcomes = [*placed(REFUSED), result_of({"dense": np.zeros(4, "<f4")})]
+    first, second = reply.encode_slots(items, outcomes, ENTRY, RunOptions(), msgpack=True)
+    error = {"code": "INVALID_INPUT", "message": "no", "retryable": False, "reason": "empty_item"}
+    assert first == {"id": "x", "metadata": {"n": 1}, "error": error}
+    assert set(second) == {"dense"}
+
+
+def test_outcomes_stand_at_the_places_of_their_inputs() -> None:
+    first = WorkResult("r", 0, "w", (Ok({}, score=1.0), Ok({}, score=2.0)))
+    second = WorkResult("r", 1, "w", (Ok({}, score=3.0),))
+    found = reply.placed(4, [WorkResult("", -1, "", (REFUSED,)), first, second], [[1], [0, 3], [2]])
+    assert [outcome.score if isinstance(outcome, Ok) else None for _, outcome in found] == [1.0, None, 3.0, 2.0]
+    assert reply.failures_of(found) == [None, REFUSED, None, None]
+
+
+# score
+
+
+def test_entries_stand_by_score_then_by_position_and_failures_last() -> None:
+    items = [Item("a"), Item("b", "mine"), Item("c"), Item("d", metadata={"n": 1}), Item("e", "mine")]
+    scores = placed(Ok({}, score=0.5), REFUSED, Ok({}, score=-0.25), Ok({}, score=0.5), BUSY)
+    entries = reply.score_entries(items, scores)
+    assert [(entry["item_id"], entry["score"], entry["rank"]) for entry in entries] == [
+        ("item-0", 0.5, 0), ("item-3", 0.5, 1), ("item-2", -0.25, 2), ("mine", None, 3), ("mine", None, 4),
+    ]  # fmt: skip
+    assert [entry.get("error", {}).get("code") for entry in entries] == [None, None, None, "INVALID_INPUT", "RESOURCE_EXHAUSTED"]
+    assert entries[4]["error"]["retry_after_s"] == 5
+    assert entries[1] == {"item_id": "item-3", "score": 0.5, "rank": 1, "metadata": {"n": 1}}
+
+
+# extract
+
+
+def test_all_keys_are_there_whatever_was_found() -> None:
+    found = Ok({}, data={"entities": [{"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1}]})
+    slots = reply.extract_slots([Item("a"), Item("b", "mine"), Item("c")], placed(found, Ok({}, data={"data": {"k": 1}}), REFUSED))
+    empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
+    entity = {"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1, "bbox": None}
+    assert slots[0] == {"id": "item-0", **empty, "entities": [entity]}
+    assert slots[1] == {"id": "mine", **empty, "data": {"k": 1}}
+    assert {**slots[2], "error": slots[2]["error"]["reason"]} == {"id": "item-2", **empty, "error": "empty_item"}
+
+
+def test_a_box_has_no_offsets() -> None:
+    found = Ok({}, data={"entities": [{"text": "t", "label": "text", "score": 1.0, "bbox": [1, 2, 3, 4]}]})
+    (only,) = reply.extract_slots([Item("a")], placed(found))
+    assert only["entities"] == [{"text": "t", "label": "text", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]}]
+
+
+# chunks
+
+
+def split(sizes: list[int], **limits: int) -> list[Chunk]:
+    given = {"item_result_bytes": 0, "token_result_bytes": 0, "each_tokens": 0}
+    given |= {name: limits.pop(name) for name in list(limits) if name in given}
+    bounds = Limits(**{"cost": 10**9, "payload_bytes": 10**9, "result_bytes": 10**9, **limits})
+    return chunk.split(sizes, max_tokens=100, limits=bounds, **given)
+
+
+def test_a_query_counts_with_every_input_up_to_the_model_s_limit() -> None:
+    """Texts of 10 tokens, with a query of 20, and with one that fills every row."""
+    sizes = [32] * 10
+    assert split(sizes, cost=60) == [Chunk(0, 6, 60), Chunk(6, 10, 40)]
+    assert split(sizes, cost=60, each_tokens=20) == [Chunk(start, start + 2, 60) for start in range(0, 10, 2)]
+    assert [piece.cost for piece in split(sizes, cost=60, each_tokens=500)] == [100] * 10
+
+
+def test_results_that_grow_with_tokens_bound_a_chunk() -> None:
+    sizes = [32, 32, 392, 32]  # 10, 10, 100 and 10 tokens
+    assert [(piece.start, piece.stop) for piece in split(sizes, result_bytes=230, token_result_bytes=10)] == [(0, 2), (2, 3), (3, 4)]
+    assert [(piece.start, piece.stop) for piece in split(sizes, result_bytes=100, item_result_bytes=50)] == [(0, 2), (2, 4)]
+
+
+def test_what_does_not_fit_alone_is_a_chunk_alone_and_nothing_is_none() -> None:
+    assert [(piece.start, piece.stop) for piece in split([400, 4, 400], cost=50)] == [(0, 1), (1, 2), (2, 3)]
+    assert split([]) == []
+
+
+def entry(**outputs: int) -> ModelEntry:
+    return parse_entry({"id": "org/a", "weights": {"package": "p"}, "family": "f", "max_tokens": 64, "outputs": outputs})
+
+
+def test_a_result_is_estimated_from_what_was_asked_for() -> None:
+    """Bytes of an input and bytes of each of its tokens, beside a constant of its own."""
+    many = entry(dense=1024, sparse=30000, multivector=128, score=0, entities=0)
+    constant, _ = _result_bytes("score", many, RunOptions(outputs=("dense",)))
+    assert _result_bytes("score", many, RunOptions(outputs=("dense", "multivector"))) == (constant, 0)
+    assert _result_bytes("encode", many, RunOptions()) == (constant + 4096, 0)
+    assert _result_bytes("encode", many, RunOptions(outputs=("multivector",))) == (constant, 512)
+    sketch = Muvera(final_projection_dim=500)
+    assert _result_bytes("encode", many, RunOptions(muvera=sketch, outputs=("dense", "multivector"))) == (constant + 2000, 512)
+    assert _result_bytes("encode", many, RunOptions(outputs=("sparse",)))[1] > 8
+    assert _result_bytes("extract", many, RunOptions())[1] > 0
+
+
+# bodies
+
+
+def test_a_query_is_an_item() -> None:
+    assert body.query({"query": "who"}) == Item("who")
+    assert body.query({"query": {"id": "q", "text": "who"}}) == Item("who", "q")
+    assert body.query({"query": {"images": ["aa"]}}) == Item(None, modalities=("image",))
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "reason"),
+    [
+        ({}, "query", "schema"), ({"query": None}, "query", "schema"), ({"query": 5}, "query", "schema"),
+        ({"query": ["a"]}, "query", "schema"), ({"query": {"text": 5}}, "query.text", "schema"), ({"query": "\ud800"}, "query", "malformed"),
+    ],
+)  # fmt: skip
+def test_a_query_that_cannot_be_used_is_named(given: dict[str, Any], param: str, reason: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        body.query(given)
+    assert (caught.value.param, caught.value.reason) == (param, reason)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [{"deep": float("-inf")}]])
+def test_metadata_that_json_has_no_number_for_is_refused(value: Any) -> None:
+    """msgpack has such numbers; nothing that is not finite leaves."""
+    data = msgspec.msgpack.encode({"items": [{"text": "a", "metadata": {"n": value}}]})
+    with pytest.raises(InvalidInput, match="metadata"):
+        body.items(body.decode(data, msgpack=True), limit=10)
+
+
+def test_metadata_of_finite_values_is_echoed_in_both_formats() -> None:
+    metadata = {"n": [1, 2.5, None, True, "x", {"y": -(1 << 63)}]}
+    (item,) = body.items({"items": [{"text": "a", "metadata": metadata}]}, limit=10)
+    for msgpack, decode in ((True, msgspec.msgpack.decode), (False, json.loads)):
+        data, _ = reply.encode({"metadata": item.metadata}, msgpack=msgpack)
+        assert decode(data) == {"metadata": metadata}
