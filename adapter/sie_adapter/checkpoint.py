@@ -98,15 +98,21 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
             parameter.data = parameter.data.to(dtype)
 
 
-def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
-    """The fast tokenizer of `folder`, without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE if it has none."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
+def bare_tokenizer(tokenizer: Any) -> Tokenizer:
+    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE for a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
     bare = Tokenizer.from_str(backend.to_str())
     bare.no_truncation()
     bare.no_padding()
+    return bare
+
+
+def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
+    """The fast tokenizer of `folder`, without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE if it has none."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
+    bare = bare_tokenizer(tokenizer)
     if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
         if tokenizer.eos_token_id is None:
             raise load_failed("INCOMPATIBLE", "load.append_eos is set and the tokenizer has no end token")

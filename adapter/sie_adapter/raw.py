@@ -18,7 +18,7 @@ from sie_adapter.batch import check_groups
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, RunBatch
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
+from sie_contracts.messages import RunOptions
 
 
 class RawModel(Protocol):
@@ -40,24 +40,14 @@ def run_raw(model: Any, message: RunBatch) -> BatchDone:
     check_groups(message.groups, len(lengths))
     if len(message.texts) != len(lengths):
         raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
-    outcomes: list[Outcome] = []
-    blocks: list[bytes] = []
-    offset = 0
     found = _extracted(run, message) if message.operation == "extract" else [_run(run, message, group) for group in message.groups]
-    for group, answered in zip(message.groups, found, strict=True):
-        first = group.stop - len(answered)
-        for row, answer in enumerate(answered, first):
-            if isinstance(answer, SIEError):
-                outcomes.append(Failed(answer.info()))
-                continue
-            outputs = {}
-            for name, array in answer.arrays.items():
-                outputs[name] = ArraySlice(array.dtype.str, array.shape, offset)
-                blocks.append(array.tobytes())
-                offset += array.nbytes
-            tokens = int(lengths[row]) + (int(lengths[group.start]) if row == first > group.start else 0)
-            outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
-    return BatchDone(message.batch, tuple(outcomes), b"".join(blocks), 1e3 * (time.perf_counter() - started))
+    ended = time.perf_counter()
+    counted = (
+        (answer, int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0))
+        for group, answered in zip(message.groups, found, strict=True)
+        for row, answer in enumerate(answered, group.stop - len(answered))
+    )
+    return answers.sealed(message.batch, counted, 1e3 * (ended - started), ended)
 
 
 def _extracted(run: Any, message: RunBatch) -> list[Answers]:

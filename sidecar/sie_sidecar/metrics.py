@@ -23,6 +23,7 @@ class Metrics:
         self.batches = Gauge("sie_batches_in_progress", "Batches sent to the adapter", registry=registry)
         self.loaded = Gauge("sie_model_loaded", "1 while the model is resident", ["model", "device"], registry=registry)
         self.memory = Gauge("sie_model_memory_bytes", "Measured memory of a resident model", ["model"], registry=registry)
+        self.loads = Counter("sie_model_loads", "Loads that ended with a resident model", ["model"], registry=registry)
         self.swaps = Gauge("sie_model_swaps", "Models closed to new work for another one's load, since start", registry=registry)
         self.deliveries = Counter("sie_deliveries", "Deliveries taken in", ["redelivered"], registry=registry)
         self.settlements = Counter("sie_settlements", "What became of deliveries", ["outcome"], registry=registry)

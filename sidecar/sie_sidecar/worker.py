@@ -65,7 +65,7 @@ class Worker:
         self.leases = Leases(float(settings.ack_wait_s), link.is_fresh, clock)
         self.hosting = Hosting(link, clock, on_change, settings.swap_after_ms / 1000)
         self._loras = Loras(link, clock)
-        self.hosting.on_loaded = lambda hosted: self._work.start(self._loras.preload(hosted), "loras")
+        self.hosting.on_loaded = self._on_loaded
         self._settlement = Settlement(broker, self.leases, metrics, clock)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._waiting: Waiting[Held] = Waiting()
@@ -115,6 +115,10 @@ class Worker:
         self._count(held, item.cost)
         self._arrived.append(held)
         self._arrival.set()
+
+    def _on_loaded(self, hosted: Hosted) -> None:
+        self._metrics.loads.labels(hosted.name).inc()
+        self._work.start(self._loras.preload(hosted), "loras")
 
     def _count(self, held: Held, cost: int) -> None:
         self._held_cost += cost - held.counted

@@ -127,7 +127,8 @@ def test_templates_hold_newlines_and_no_escapes(entry: ModelEntry) -> None:
     for template in (*entry.prompts.values(), *entry.pair, *instructions):
         assert "\\" not in template
     # a piece for the instruction alone is left out where there is none
-    if any("{instruction}" in template and ("{text}" in template or "{query}" in template) for template in (*entry.prompts.values(), *entry.pair)):
+    templates = (*entry.prompts.values(), *entry.pair)
+    if any("{instruction}" in template and ("{text}" in template or "{query}" in template) for template in templates):
         assert entry.prompts["default_instruction"]
 
 

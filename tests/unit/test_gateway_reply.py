@@ -211,7 +211,8 @@ def test_a_query_is_an_item() -> None:
     ("given", "param", "reason"),
     [
         ({}, "query", "schema"), ({"query": None}, "query", "schema"), ({"query": 5}, "query", "schema"),
-        ({"query": ["a"]}, "query", "schema"), ({"query": {"text": 5}}, "query.text", "schema"), ({"query": "\ud800"}, "query", "malformed"),
+        ({"query": ["a"]}, "query", "schema"), ({"query": {"text": 5}}, "query.text", "schema"),
+        ({"query": "\ud800"}, "query", "malformed"),
     ],
 )  # fmt: skip
 def test_a_query_that_cannot_be_used_is_named(given: dict[str, Any], param: str, reason: str) -> None:

@@ -201,7 +201,8 @@ def test_every_output_is_an_array_that_outputs_describes() -> None:
         "id": "a",
         "dense": {"dims": 2, "dtype": "int8", "values": arrays.pack(np.array([127, -3], np.int8)), "scale": 0.25, "source": "muvera"},
         "sparse": {
-            "dims": 9, "dtype": "float32", "indices": arrays.pack(np.array([1, 8], np.int32)), "values": arrays.pack(np.ones(2, np.float32)),
+            "dims": 9, "dtype": "float32",
+            "indices": arrays.pack(np.array([1, 8], np.int32)), "values": arrays.pack(np.ones(2, np.float32)),
         },
         "multivector": {"token_dims": 2, "num_tokens": 3, "dtype": "float16", "values": arrays.pack(np.zeros((3, 2), np.float16))},
     }  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from tokenizers import Tokenizer
 
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_contracts.catalogue import ModelEntry
@@ -88,17 +87,6 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         real += lengths[index]
     if chosen:
         yield chosen
-
-
-def bare_tokenizer(tokenizer: Any) -> Tokenizer:
-    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE for a slow one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
-    bare = Tokenizer.from_str(backend.to_str())
-    bare.no_truncation()
-    bare.no_padding()
-    return bare
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:

@@ -18,13 +18,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.checkpoint import _cast, construction
+from sie_adapter.checkpoint import _cast, bare_tokenizer, construction
 from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Result,
-    bare_tokenizer,
     bound_length,
     bytes_of,
     labels_refused,

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sie_adapter.checkpoint import bare_tokenizer
 from sie_adapter.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Result,
-    bare_tokenizer,
     bound_length,
     bytes_of,
     labels_refused,

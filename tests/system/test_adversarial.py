@@ -1,0 +1,304 @@
+"""What no client should send, from many clients at once: a typed error or a right answer, its batch mates unaffected, no NaN ever.
+
+Every answer of this file goes through `checked`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import local_models
+import msgspec
+import numpy as np
+import oracle
+import pytest
+from cluster import Cluster, running
+from local_models import LocalModels
+from oracle import ragged_texts
+
+from sie_contracts import arrays
+from sie_contracts.options import MAX_LABELS
+
+VERBS = {
+    "mini": "encode", "sparse": "encode", "late": "encode", "m3": "encode", "cross": "score", "reranker": "score", "late-score": "score",
+    "m3-score": "score", "gliner": "extract", "zero-shot": "extract", "tags": "extract",
+}  # fmt: skip
+POISONED = {
+    "dense": "encode", "sparse": "encode", "late": "encode", "cross": "score", "reranker": "score", "gliner": "extract",
+    "zero-shot": "extract", "tags": "extract",
+}  # fmt: skip
+QUERY = "search the river"
+LABELS = ["person", "river mountain"]
+RARE = ("violin", "protein", "compiler", "museum", "kernel", "planet")
+POISON = " ".join([*RARE, *["river"] * 200])
+MATES = [text for text in ragged_texts(80, seed=8, longest=20) if not set(RARE) & set(text.split())][:20]
+MEGABYTE = 1_000_000
+ODD = {
+    "empty": "", "no spaces": "x" * MEGABYTE, "one wide character": "\u6771" * (MEGABYTE // 3), "spaces": " " * 100_000,
+    "emoji": "👩‍💻😀🏳️‍🌈" * 50, "right to left": "שלום עולם \u202e مرحبا بالعالم", "controls": "".join(map(chr, range(32))) * 20, "nul": "\0", "nul inside": "a\0b",
+    "marks": "e" + "\u0301" * 5000, "no characters": "\ufeff\u200b\ufffe\uffff\U0010ffff", "special tokens": "[CLS] [SEP] [PAD] [MASK] </s> <|im_end|>",
+    "fields": "{query}{document}{text}{instruction}{}{0}%s$x",
+}  # fmt: skip
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+    """Sound ones by their kind, and those of `POISONED` that overflow on POISON."""
+    found = local_models.under(tmp_path_factory.mktemp("adversarial"))
+    known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, "This text is about", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]]
+    for name in local_models.KINDS:
+        found.build(name)
+    for name in POISONED:
+        local_models.poison(found.build(f"poisoned-{name}", name), POISON, known)
+    local_models.enlarge(found.build("large", "m3"), 1e6)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, models: LocalModels) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("adversarial-cluster"), *models.arguments, "--batcher-coalesce-ms", "20", "--no-spare") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        yield client
+
+
+def checked(answer: httpx.Response) -> Json:
+    """The body of an answer. Fails for a number that is not finite, anywhere, and for an error that is not a typed one."""
+    body: Json = arrays.unpack(arrays.decode_msgpack(answer.content)) if "msgpack" in answer.headers["content-type"] else answer.json()
+    check_finite(body)
+    if answer.status_code != 200:
+        assert body["error"] == body["detail"]
+        assert body["code"] == body["error"]["code"] not in ("", "INTERNAL_ERROR"), body
+    return body
+
+
+def check_finite(value: Any, path: str = "") -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            check_finite(item, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_finite(item, f"{path}[{index}]")
+    elif isinstance(value, float | np.ndarray):
+        assert np.isfinite(value).all(), path
+    elif value is None:  # how JSON would hide one
+        assert ".values" not in path, path
+
+
+async def ask(client: httpx.AsyncClient, name: str, items: list[Any], *, msgpack: bool = False, **params: Any) -> httpx.Response:
+    kind, model = name.removeprefix("poisoned-"), name.removesuffix("-score")
+    verb = POISONED[kind] if kind != name else VERBS[name]
+    body: Json = {"items": items, "params": params}
+    if verb == "score":
+        body = {"query": QUERY, **body}
+    if verb == "extract" and kind != "tags" and "labels" not in params:
+        body = {**body, "labels": LABELS}
+    if name == "m3":
+        body = {**body, "output_types": ["dense", "sparse", "multivector"]}
+    if name == "m3-score":
+        body = {**body, "options": {"score_mode": "hybrid"}}
+    if not msgpack:
+        return await client.post(f"/v1/{verb}/test/{model}", content=json.dumps(body).encode())
+    return await client.post(
+        f"/v1/{verb}/test/{model}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"}
+    )
+
+
+def slots(body: Json) -> list[Json]:
+    """One for each input, in order."""
+    if "items" in body:
+        return list(body["items"])
+    return sorted(body["scores"], key=lambda entry: int(entry["item_id"].removeprefix("item-")))
+
+
+def check_close(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for name in set(expected) - {"id", "item_id", "rank", "timing"}:
+            check_close(found[name], expected[name])
+    elif isinstance(expected, list) and expected and not isinstance(expected[0], int | float):
+        assert len(found) == len(expected)
+        for left, right in zip(found, expected, strict=True):
+            check_close(left, right)
+    elif isinstance(expected, list | float):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+    else:
+        assert found == expected
+
+
+async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
+    found = []
+    for mate in MATES:
+        answer = await ask(client, name, [mate])
+        assert answer.status_code == 200, answer.text
+        found += slots(checked(answer))
+    return found
+
+
+@pytest.mark.parametrize("name", [f"poisoned-{name}" for name in POISONED])
+async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, name: str) -> None:
+    """Beside its mates in one request, and in a request of its own that shares their batch."""
+    expected = await alone(client, name)
+    shared = 0
+    for _ in range(5):
+        answers = await asyncio.gather(
+            ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON]), *(ask(client, name, [mate]) for mate in MATES)
+        )
+        together, single, *others = answers
+        found = slots(checked(together))
+        error = found.pop(10)["error"]
+        assert (error["code"], error["reason"], error["retryable"]) == ("INFERENCE_ERROR", "non_finite", False)
+        check_close(found, expected)
+        body = checked(single)
+        assert (single.status_code, body["code"], body["error"]["reason"]) == (500, "INFERENCE_ERROR", "non_finite")
+        for answer, mate in zip(others, expected, strict=True):
+            check_close(slots(checked(answer)), [mate])
+            shared += answer.status_code == 200
+    assert shared == 5 * len(MATES)
+
+
+@pytest.mark.parametrize("name", VERBS)
+async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_alone(client: httpx.AsyncClient, name: str) -> None:
+    expected = await alone(client, name)
+    for kind, text in ODD.items():
+        together, single, *others = await asyncio.gather(
+            ask(client, name, [MATES[0], text, MATES[1]]), ask(client, name, [text], msgpack=True), *(ask(client, name, [mate]) for mate in MATES[:6])
+        )
+        assert together.status_code == 200, (kind, together.text[:500])
+        found = slots(checked(together))
+        check_close([found[0], found[2]], expected[:2])
+        checked(single)
+        assert single.status_code in (200, 400), (kind, single.text[:500])
+        if "error" in found[1]:
+            assert found[1]["error"]["code"] == "INVALID_INPUT", (kind, found[1])
+            assert single.status_code == 400
+        for answer, mate in zip(others, expected, strict=False):
+            check_close(slots(checked(answer)), [mate])
+
+
+async def test_odd_texts_have_the_vectors_of_sentence_transformers(client: httpx.AsyncClient) -> None:
+    texts = list(ODD.values())
+    found = [slot["dense"]["values"] for slot in slots(checked(await ask(client, "mini", texts)))]
+    assert oracle.cosines(np.array(found, np.float32), oracle.encode(texts)).min() >= 0.9999
+
+
+BAD_OPTIONS: list[tuple[str, Json]] = [
+    ("m3", {"dimensions": -1}), ("m3", {"dimensions": 1e300}), ("m3", {"dimensions": True}), ("m3", {"dimensions": 2**70}), ("m3", {"dimensions": {}}),
+    ("m3", {"output_dtype": 5}), ("m3", {"output_dtype": "bfloat16"}), ("m3", {"output_dtype": "float64"}), ("m3", {"output_types": ["dense", None]}),
+    ("m3", {"output_types": {"dense": 1}}), ("m3", {"normalize": "no"}), ("m3", {"pooling": "__class__"}), ("m3", {"truncate": 3}),
+    ("m3", {"max_seq_length": 0}), ("m3", {"max_seq_length": 10**9}), ("m3", {"instruction": ["a"]}), ("m3", {"instruction": {"a": 1}}),
+    ("m3", {"options": {"query_template": "no field"}, "is_query": True}), ("m3", {"is_query": "yes"}), ("m3", {"on_item_error": "ignore"}),
+    ("late", {"muvera": {"num_repetitions": 10**30}}), ("late", {"muvera": {"num_simhash_projections": 31}}), ("late", {"muvera": {"seed": -1}}),
+    ("late", {"muvera": {"num_repetitions": 128, "num_simhash_projections": 10, "final_projection_dim": None}}), ("late", {"muvera": "yes"}),
+    ("m3-score", {"score_weights": {"dense": -1, "sparse": 2}}), ("m3-score", {"score_weights": {"dense": 0}}), ("m3-score", {"score_mode": "x"}),
+    ("cross", {"lora_id": 5}), ("reranker", {"lora_id": "org/lora"}), ("gliner", {"threshold": "0.5"}), ("gliner", {"flat_ner": "yes"}),
+    ("gliner", {"labels": {"a": 1}}), ("gliner", {"labels": ["a", ["b"]]}), ("gliner", {"labels": [f"label {n}" for n in range(10_000)]}),
+    ("zero-shot", {"labels": ["x"] * 10_000}), ("zero-shot", {"hypothesis_template": "{}{}"}), ("zero-shot", {"hypothesis_template": "none"}),
+    ("tags", {"threshold": [0.5]}), ("tags", {"output_schema": {}}),
+]  # fmt: skip
+
+
+async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(client: httpx.AsyncClient) -> None:
+    expected = {name: slots(checked(await ask(client, name, [MATES[0]]))) for name in VERBS}
+    for name, params in BAD_OPTIONS:
+        refused, beside = await asyncio.gather(ask(client, name, [MATES[0]], **params), ask(client, name, [MATES[0]]))
+        body = checked(refused)
+        assert (refused.status_code, body["code"]) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
+        check_close(slots(checked(beside)), expected[name])
+    for value in (math.nan, math.inf, -math.inf):
+        for name, key in (("m3", "dimensions"), ("gliner", "threshold"), ("m3-score", "score_weights"), ("late", "muvera")):
+            given = {"dense": value} if key == "score_weights" else {"seed": value} if key == "muvera" else value
+            refused = await ask(client, name, [MATES[0]], msgpack=True, **{key: given})
+            assert (refused.status_code, checked(refused)["error"]["reason"]) == (400, "schema"), (name, key, value)
+
+
+async def test_a_lora_that_cannot_be_had_is_a_typed_error(client: httpx.AsyncClient) -> None:
+    for lora in ("../../etc/passwd", "/etc", "no/such-lora", "a" * 5000, "\0"):
+        refused, beside = await asyncio.gather(ask(client, "cross", [MATES[0]], lora_id=lora), ask(client, "cross", [MATES[0]]))
+        body = checked(refused)
+        assert (refused.status_code, body["code"]) == (502, "LORA_LOAD_FAILED"), body
+        assert beside.status_code == 200
+
+
+SURROGATE = "\ud800"
+PLACES: list[tuple[str, Json]] = [
+    ("encode/test/mini", {"items": [SURROGATE]}), ("encode/test/mini", {"items": [{"text": "a", "id": SURROGATE}]}),
+    ("encode/test/mini", {"items": [{"text": "a", "metadata": {SURROGATE: 1}}]}), ("encode/test/mini", {"items": ["a"], "instruction": SURROGATE}),
+    ("score/test/cross", {"query": SURROGATE, "items": ["a"]}), ("extract/test/gliner", {"items": ["a"], "labels": ["a", SURROGATE]}),
+    ("extract/test/zero-shot", {"items": ["a"], "labels": ["a"], "options": {"hypothesis_template": "{}" + SURROGATE}}),
+    ("encode/test/mini", {"items": ["a"], SURROGATE: 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), PLACES, ids=range(len(PLACES)))
+async def test_a_lone_surrogate_is_refused_wherever_it_stands(client: httpx.AsyncClient, path: str, body: Json) -> None:
+    """In JSON as an escape, in msgpack as the three bytes that would be its UTF-8."""
+    packed = msgspec.msgpack.encode(json.loads(json.dumps(body).replace("\\ud800", "~s~"))).replace(b"~s~", b"\xed\xa0\x80")
+    for content, kind in ((json.dumps(body).encode(), "application/json"), (packed, "application/msgpack")):
+        answer = await client.post(f"/v1/{path}", content=content, headers={"content-type": kind})
+        assert (answer.status_code, checked(answer)["error"]["reason"]) == (400, "malformed"), kind
+
+
+async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncClient, models: LocalModels) -> None:
+    from transformers import pipeline
+
+    braces = "{query}{document}{text}"
+    labels = ["{}", "{label}", "{0} {", "river"]
+    classify = pipeline("zero-shot-classification", model=str(models.weights / "zero-shot"), device="cpu")
+    expected = classify(MATES[0], labels, hypothesis_template="This text is about {}.")
+    (slot,) = slots(checked(await ask(client, "zero-shot", [MATES[0]], labels=labels)))
+    assert [each["label"] for each in slot["classifications"]] == expected["labels"]
+    assert [each["score"] for each in slot["classifications"]] == pytest.approx(expected["scores"], abs=1e-5)
+
+    for instruction, document in ((braces, MATES[0]), ("plain", braces), (braces + "{instruction}", "{document}<Query>: {query}")):
+        (entry,) = slots(checked(await ask(client, "reranker", [document], instruction=instruction)))
+        wanted = local_models.yes_probability(models.weights / "reranker", instruction, QUERY, document)
+        assert entry["score"] == pytest.approx(wanted, abs=1e-5)
+
+    (slot,) = slots(checked(await ask(client, "mini", [braces], instruction=braces)))
+    assert oracle.cosines(np.array(slot["dense"]["values"]), oracle.encode([f"{braces} {braces}"])[0]) >= 0.9999
+    templated = await ask(client, "mini", [braces], instruction="{text}", options={"doc_template": "{instruction}: {text} {other}"})
+    expected_vector = oracle.encode([f"{{text}}: {braces} {{other}}"])[0]
+    assert oracle.cosines(np.array(slots(checked(templated))[0]["dense"]["values"]), expected_vector) >= 0.9999
+
+
+@pytest.mark.parametrize("name", ["gliner", "zero-shot"])
+async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> None:
+    """As many as are allowed, a label of 100 kB, odd ones, the same one twice: an answer or a typed error."""
+    cases = [[f"label {number}" for number in range(MAX_LABELS)], ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
+    for labels in cases:
+        answer, beside = await asyncio.gather(ask(client, name, [MATES[0]], labels=labels), ask(client, name, [MATES[0]]))
+        assert answer.status_code in (200, 400), answer.text[:300]
+        if answer.status_code == 200:
+            assert {each["label"] for each in slots(checked(answer))[0]["classifications"]} <= set(labels)
+        else:
+            assert "label" in checked(answer)["message"]
+        assert beside.status_code == 200
+
+
+@pytest.mark.parametrize("output", ["dense", "sparse", "multivector"])
+async def test_a_value_that_float16_has_not_is_an_error_and_not_an_infinity(client: httpx.AsyncClient, output: str) -> None:
+    """The states of this model are a million times as large."""
+
+    async def slot(**params: Any) -> Json:
+        body = {"items": [MATES[0]], "params": {"output_types": [output], "normalize": False, **params}}
+        answer = await client.post("/v1/encode/test/large", json=body)
+        return checked(answer)
+
+    exact = (await slot())["items"][0][output]["values"]
+    assert np.abs(np.array(exact)).max() > np.finfo(np.float16).max
+    assert (await slot(output_dtype="float16"))["error"]["reason"] == "unsupported_dtype"
+    for dtype in ("int8", "uint8", "binary"):
+        assert output in (await slot(output_dtype=dtype))["items"][0]
+    if output != "sparse":
+        assert np.abs(np.array((await slot(output_dtype="float16", normalize=True))["items"][0][output]["values"])).max() <= 1
