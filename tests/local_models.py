@@ -77,7 +77,7 @@ def _cross(folder: Path) -> Entry:
 
 
 def _reranker(folder: Path) -> Entry:
-    build_reranker(folder, "qwen3 causal", tie_word_embeddings=True)
+    build_reranker(folder, "qwen3 causal", tie_word_embeddings=True, vocab_size=4096)  # more than it has tokens, as published ones
     return {"family": "decoder-reranker", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, **QWEN3_ENTRY}
 
 
@@ -152,10 +152,14 @@ def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
         else:
             table = weights[next(name for name in weights if name.endswith(("word_embeddings.weight", "embed_tokens.weight")))]
             known = {token for mate in mates for token in tokenizer(mate)["input_ids"]} | set(tokenizer.all_special_ids)
-            known |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
-            place = next(token for token in tokenizer(text)["input_ids"] if token not in known)
+            if "reranker" in folder.name:
+                known |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
+            # from the end: a first word may be another token where something stands before it
+            place = next(token for token in reversed(tokenizer(text)["input_ids"]) if token not in known)
         table[place] = 3e38
         table[place, ::2] *= -1  # their difference, which a norm takes, is no float32
+        if "reranker" in folder.name:
+            table[place, 0] = torch.inf  # a norm that takes no difference makes zeros of the rest
 
     edit_weights(folder, plant)
 

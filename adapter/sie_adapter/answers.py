@@ -76,7 +76,8 @@ def vectors(options: RunOptions, rows: Rows) -> Answers:
         elif options.muvera is None:
             _add_dense(options, torch.stack(list(rows["dense"])), found)
     if options.muvera is not None and "dense" in options.outputs:
-        tokens = [_cut(row, options, keep_scale=False) for row in rows["multivector"]]
+        together = _cut(torch.cat(list(rows["multivector"])), options, keep_scale=False)
+        tokens = together.split([len(row) for row in rows["multivector"]])
         _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), found)
     return found
 
@@ -101,8 +102,8 @@ def _put(name: str, dtype: str, vectors: Tensor, found: Answers) -> None:
     """Row i of `vectors` is the output of input i."""
     values, scale, offset = dtypes.convert(vectors, dtype)
     for item, answer in enumerate(found):
-        if dtype == "float16" and not np.isfinite(values[item]).all():
-            found[item] = InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
+        if _overflows(values[item]):
+            found[item] = _too_large()
         elif isinstance(answer, Answer):
             answer.arrays[name] = values[item]
             if scale is not None:
@@ -111,12 +112,23 @@ def _put(name: str, dtype: str, vectors: Tensor, found: Answers) -> None:
                 answer.arrays[f"{name}.offset"] = offset[item : item + 1]
 
 
+def _overflows(values: NDArray[Any]) -> bool:
+    """Of the dtypes only float16 has a smaller range than what it is made from."""
+    return values.dtype == np.float16 and not np.isfinite(values).all()
+
+
+def _too_large() -> InvalidInput:
+    return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
+
+
 def _add_multivectors(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
     values, scale, offset = dtypes.convert(_cut(torch.cat(list(rows)), options, keep_scale=not options.normalize), options.dtype)
     ends = np.cumsum([len(row) for row in rows])
-    for answer, stop, row in zip(found, ends.tolist(), rows, strict=True):
-        if isinstance(answer, Answer):
-            here = slice(stop - len(row), stop)
+    for item, (answer, stop, row) in enumerate(zip(list(found), ends.tolist(), rows, strict=True)):
+        here = slice(stop - len(row), stop)
+        if _overflows(values[here]):
+            found[item] = _too_large()
+        elif isinstance(answer, Answer):
             answer.arrays["multivector"] = values[here]
             if scale is not None:
                 answer.arrays["multivector.scale"] = scale[here]
@@ -125,12 +137,14 @@ def _add_multivectors(options: RunOptions, rows: Sequence[Row], found: Answers) 
 
 
 def _add_sparse(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
-    dtype = np.dtype("<f2" if options.dtype == "float16" else "<f4")
     ends = np.cumsum([len(ids) for ids, _ in rows])
+    joined = torch.cat([weights for _, weights in rows])
     ids = torch.cat([ids for ids, _ in rows]).cpu().numpy().astype("<i4", copy=False)
-    weights = torch.cat([weights for _, weights in rows]).cpu().numpy().astype(dtype, copy=False)
-    for answer, start, stop in zip(found, [0, *ends.tolist()], ends.tolist(), strict=False):
-        if isinstance(answer, Answer):
+    weights = (joined.half() if options.dtype == "float16" else joined.float()).cpu().numpy()
+    for item, (answer, start, stop) in enumerate(zip(list(found), [0, *ends.tolist()], ends.tolist(), strict=False)):
+        if _overflows(weights[start:stop]):
+            found[item] = _too_large()
+        elif isinstance(answer, Answer):
             answer.arrays["sparse.indices"] = ids[start:stop]
             answer.arrays["sparse.values"] = weights[start:stop]
 
@@ -160,8 +174,9 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
-    ids, weights = query
-    counts = torch.tensor([len(names) for names, _ in documents], device=ids.device)
+    device = documents[0][0].device
+    ids, weights = (part.to(device) for part in query)  # one that needed no pass may be on the host
+    counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
         return torch.zeros(len(documents), device=ids.device)
@@ -184,7 +199,7 @@ _SIDES = {"dense": _dense_scores, "sparse": _sparse_scores, "multivector": _late
 
 
 def _scores(values: Tensor) -> Answers:
-    return [Answer(score=score) if np.isfinite(score) else not_finite() for score in values.double().cpu().tolist()]
+    return [Answer(score=score) if np.isfinite(score) else not_finite() for score in values.cpu().double().tolist()]
 
 
 def class_scores(logits: Sequence[Row], activation: str) -> Answers:
@@ -217,7 +232,7 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
         shares = torch.softmax(stacked[..., entailment], -1)
     least = options.threshold or 0.0
     found: Answers = []
-    for row in shares.double().cpu().tolist():
+    for row in shares.cpu().double().tolist():
         ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
         found.append(Answer(data={"classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]}))
     return found

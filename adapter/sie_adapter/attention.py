@@ -81,6 +81,13 @@ class Trial:
     """What a trial pass saw: one entry for each attention call, in order."""
 
     shapes: list[tuple[int, int, int]] = field(default_factory=list)  # heads, key and value heads, width of a head
+    edges: set[int] = field(default_factory=set)  # of the windowed layers: what `sie_edge` has to be
+
+    def edge(self) -> int:
+        """What `sie_edge` has to be in every pass of this model. Raises AttentionUnsupported if its layers differ."""
+        if len(self.edges) > 1:
+            raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
+        return next(iter(self.edges), 0)
 
 
 def requested_mask(
@@ -101,6 +108,7 @@ def packed_attention(
     *,
     sie_bounds: Tensor,
     sie_layout: Tensor,
+    sie_edge: int = 0,
     sie_trial: Trial | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -115,18 +123,22 @@ def packed_attention(
 
     Returns [1, tokens, heads, width]. A keyword that is not named here and is not None is refused: it would change the numbers.
     Window semantics are those of transformers' flash attention path: `sliding_window` counts the token itself, on both sides if not causal.
+    The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys more than that it shows on a side.
     """
     asked = [name for name, value in others.items() if value is not None]
     if asked or dropout:
         raise AttentionUnsupported(f"attention with {', '.join(asked) or 'dropout'}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    reach = FAR if sliding_window is None else sliding_window - 1
+    reach = FAR if sliding_window is None else sliding_window - 1 + sie_edge
     pattern = Pattern(reach, 0 if causal else reach)
     if sie_trial is not None:
         if not isinstance(attention_mask, MaskRequest):
             raise AttentionUnsupported("attention without a mask from the interface")
-        if attention_mask.pattern() != pattern:
-            raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {attention_mask.pattern()}")
+        shown = attention_mask.pattern()
+        if sliding_window is not None and shown.left < FAR and shown.right == (0 if causal else shown.left):
+            sie_trial.edges.add(shown.left - reach)
+        elif shown != pattern:
+            raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.shapes.append((query.shape[1], key.shape[1], query.shape[3]))
     output = torch.ops.sie.packed_attention(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), sie_bounds, sie_layout,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sie_adapter import attention, calibration
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.calibration import KernelTable
-from sie_adapter.device import Compute, uses_varlen_kernel
+from sie_adapter.device import Compute, to_device, uses_varlen_kernel
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Int64, Items, Packed, Positions, pack
@@ -50,7 +50,8 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        self._stock = compute.backend
+        self._stock = model.config._attn_implementation  # not every class has sdpa
+        self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
@@ -62,7 +63,15 @@ class Backbone:
             if compute.device.type == "cpu":
                 block_linears(model)
             self._table = self._choose_kernels()
-        self.attention = compute.backend if self._table else f"{self._stock} padded"
+        self.attention = compute.backend
+        if self._table is None:
+            self.run_padded()
+
+    def run_padded(self) -> None:
+        """Run on the model's own attention from now on, as one does whose packed states are wrong. Not beside a pass."""
+        self._table = None
+        self._model.set_attn_implementation(self._stock)
+        self.attention = f"{self._stock} padded"
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """Lay out the chosen items with this architecture's positions."""
@@ -77,12 +86,13 @@ class Backbone:
         rows = [packed.ids, packed.positions]
         if packed.types is not None and self._has_types:
             rows.append(packed.types.astype(np.int64))
-        tokens = torch.from_numpy(np.stack(rows)).to(device, non_blocking=True)
+        tokens = to_device(np.stack(rows), device)
         return self._model(
             input_ids=tokens[:1],
             position_ids=tokens[1:2],
-            sie_bounds=torch.from_numpy(packed.bounds).to(device, non_blocking=True),
+            sie_bounds=to_device(packed.bounds, device),
             sie_layout=torch.from_numpy(table.layout(packed)),
+            sie_edge=self._edge,
             sie_trial=trial,
             **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
         )[0][0]
@@ -103,13 +113,12 @@ class Backbone:
         if packed.types is not None and self._has_types:
             padded = np.zeros(real.shape, np.int64)
             padded[real] = packed.types[tokens]
-            types["token_type_ids"] = torch.from_numpy(padded).to(device)
-        mask = torch.from_numpy(seen).to(device).long()
-        hidden = self._model(input_ids=torch.from_numpy(ids).to(device), attention_mask=mask, **types)[0]
-        return hidden[torch.from_numpy(real).to(device)]
+            types["token_type_ids"] = to_device(padded, device)
+        mask = to_device(seen, device).long()
+        hidden = self._model(input_ids=to_device(ids, device), attention_mask=mask, **types)[0]
+        return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]  # places, not a mask: counting that would wait for the device
 
     def _choose_kernels(self) -> KernelTable | None:
-        stock = self._model.config._attn_implementation  # not every class has sdpa
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
         self._trial: tuple[Packed, Tensor] | None = (sample, reference)
@@ -121,8 +130,6 @@ class Backbone:
                 if is_out_of_memory(error) or is_device_fatal(error):
                     raise
                 _logger.info("%s does not run packed with %s: %s", type(self._model).__name__, kernel.name, error)
-        self._model.set_attn_implementation(stock)
-        self._stock = stock
         return None
 
     def _candidates(self) -> list[Kernel]:
@@ -133,12 +140,13 @@ class Backbone:
 
     def _tried(self, kernel: Kernel, reference: Tensor) -> KernelTable:
         """The table that starts from `kernel`, if the packed states equal `reference`. Raises AttentionUnsupported."""
-        trial, table = Trial(), calibration.uniform(kernel)
+        trial, table, self._edge = Trial(), calibration.uniform(kernel), 0
         # one sequence, so that the mask functions are still functions of two positions and not of the packing
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), table, trial)
         layers = self._model.config.num_hidden_layers
         if len(trial.shapes) != layers:
             raise AttentionUnsupported(f"{len(trial.shapes)} of {layers} layers use the attention interface")
+        self._edge = trial.edge()
         states = self._forward_packed(self.sample(self._lengths), table)
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         if not cosine >= _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16):
@@ -153,13 +161,17 @@ class Backbone:
         trial, self._trial = self._trial, None
         return trial
 
-    def is_causal(self) -> bool:
-        """Whether the first of some tokens ignores the last, as measured."""
-        sample = self.sample((8,))
-        near = ((sample.ids[-1] + step) % self.vocabulary for step in (1, 2))
-        changed = next(token for token in near if token != self._pad)
-        other = replace(sample, ids=np.append(sample.ids[:-1], changed))
-        before, after = self.forward(sample)[0], self.forward(other)[0]
+    def is_causal(self) -> bool | None:
+        """Whether the first token of a text ignores its last, as measured alone and beside a longer text; None where these differ."""
+        found = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
+        return found.pop() if len(found) == 1 else None
+
+    def _ignores_last(self, sample: Packed) -> bool:
+        last = int(sample.bounds[1]) - 1
+        near = ((sample.ids[last] + step) % self.vocabulary for step in (1, 2))
+        changed = sample.ids.copy()
+        changed[last] = next(token for token in near if token != self._pad)
+        before, after = (self.forward(each)[0] for each in (sample, replace(sample, ids=changed)))
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> Packed:
@@ -180,15 +192,18 @@ class Backbone:
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
     """Refuse rotary tables that stock code changes with the longest text of a pass: texts would depend on their mates, and threads too."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        kinds = kind.values() if isinstance(kind, dict) else (kind,)
-        short = getattr(module, "original_max_seq_len", None) or getattr(model.config, "max_position_embeddings", None) or max_tokens
-        parameters = getattr(model.config, "rope_parameters", None) or {}
-        short = min(short, parameters.get("original_max_position_embeddings") or short)
-        if max_tokens > short and any(name in ("longrope", "dynamic") for name in kinds):
-            cause = f"its rotary embedding changes past {short} tokens ({kind}): max_tokens may be {short} at most"
-            raise load_failed("INCOMPATIBLE", cause)
+        kinds = getattr(module, "rope_type", None)
+        for layers, kind in kinds.items() if isinstance(kinds, dict) else (("", kinds),):
+            if kind not in ("longrope", "dynamic"):
+                continue
+            short = getattr(module, "original_max_seq_len", None) or model.config.max_position_embeddings
+            if kind == "longrope":
+                short = parameters.get(layers, parameters).get("original_max_position_embeddings") or short
+            if max_tokens > short:
+                cause = f"its rotary embedding changes past {short} tokens ({kind}): max_tokens may be {short} at most"
+                raise load_failed("INCOMPATIBLE", cause)
 
 
 def _numbering(model: PreTrainedModel) -> Positions:

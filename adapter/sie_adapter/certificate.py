@@ -88,8 +88,13 @@ def _check_files(folder: Path, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    wanted = resolved.load.causal
-    if wanted is not None and hasattr(model, "backbone") and model.backbone.is_causal() != wanted:
+    """Some classes read is_causal where nothing is padded and not where something is: a text would depend on its mates."""
+    if not hasattr(model, "backbone"):
+        return
+    wanted, found = resolved.load.causal, model.backbone.is_causal()
+    if found is None:
+        raise _refuse(resolved.entry, "is_causal turns its attention for a text alone and not beside a longer one: leave load.causal out")
+    if wanted is not None and found != wanted:
         cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"
         raise _refuse(resolved.entry, cause)
 
@@ -136,7 +141,7 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 def _cosine(left: Tensor, right: Tensor) -> float:
     """Of two vectors, or the mean of that of matching rows: in 16 bit a single token of a right model may stray. Two zero vectors agree."""
-    left, right = left.double(), right.double()
+    left, right = left.cpu().double(), right.cpu().double()
     if left.ndim > 1:
         return float(F.cosine_similarity(left, right, dim=-1).mean()) if len(left) else 1.0
     if not left.any() and not right.any():
@@ -146,7 +151,7 @@ def _cosine(left: Tensor, right: Tensor) -> float:
 
 def _tau(expected: Sequence[Row], found: Sequence[Row], dtype: torch.dtype) -> float:
     """Kendall's tau of the last logit, over pairs that differ by more than the precision resolves."""
-    left, right = (torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).double() for rows in (expected, found))
+    left, right = (torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double() for rows in (expected, found))
     gaps, others = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = gaps.abs() > resolution
@@ -194,7 +199,7 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
     batch = Items(np.array([len(each) for each in ids], np.int64), np.concatenate(ids))
     packed = model.pack(batch, np.arange(len(ids)))
     reduced = model.heads["dense"].reduce(States(model.forward(packed), packed, np.zeros(len(ids), bool)), np.arange(len(ids)))
-    vectors = torch.stack(list(reduced.rows)).double().cpu().numpy()
+    vectors = torch.stack(list(reduced.rows)).cpu().double().numpy()
     return np.asarray(vectors[np.argsort(packed.order)])
 
 

@@ -21,6 +21,8 @@ from typing import Any, Literal, cast
 
 import psutil
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from sie_contracts.catalogue import Precision
 from sie_contracts.settings import SettingError
@@ -123,6 +125,11 @@ class Compute:
     @property
     def precision(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A host array on the device, on a CPU the array itself. Does not wait for CUDA, which stages pageable memory at the call."""
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 def uses_varlen_kernel(facts: AttentionFacts) -> bool:

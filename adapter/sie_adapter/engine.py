@@ -93,7 +93,7 @@ class Engine:
                 weights: Any = resident.weights  # one of the two protocols below
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.layout == "raw":
-                    return run_raw(weights, message)
+                    return run_raw(weights, message, self.device, self.residency.make_room)
                 key = frontier_key(resident.fingerprint, weights.precision, devices.label(self.device) or self.device.type)
                 return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key).run()
         except SIEError as error:
@@ -103,15 +103,15 @@ class Engine:
             _logger.exception("a batch of %s failed", message.model)
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
-    def ensure_lora(self, model: str, lora: str) -> None:
-        """Load a LoRA of a loaded model, on the calling thread. Raises LoraLoadFailed, ModelLoading."""
+    def ensure_lora(self, model: str, lora: str) -> str:
+        """Load a LoRA of a loaded model, on the calling thread; returns the digest of its files. Raises LoraLoadFailed, ModelLoading."""
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
                 raise lora_failed(lora, f"{model} takes none")
             try:
                 folder = self.loader.sources.lora_folder(lora, resident.resolved.entry, self._settings.models_dir)
-                loras.load(lora, folder, self._settings.max_loras_per_model)
+                return str(loras.load(lora, folder, self._settings.max_loras_per_model))
             except SIEError:
                 raise
             except Exception as error:

@@ -26,11 +26,13 @@ def entities(message: RunBatch, group: Group, logits: Sequence[Row], places: lis
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
     found: Answers = []
-    for row, place in zip(logits, places, strict=True):
-        best = torch.softmax(row, 1).max(1)
+    best = torch.softmax(torch.cat(list(logits)), 1).max(1)
+    numbers, scores = best.indices.tolist(), best.values.tolist()
+    stops = np.cumsum([len(row) for row in logits]).tolist()
+    for row, stop, place in zip(logits, stops, places, strict=True):
+        here = slice(stop - len(row), stop)
         spans = offsets[ends[place] - len(row) : ends[place]]
-        kinds = [names[number] for number in best.indices.tolist()]
-        merged = _merge(message.texts[place], spans.tolist(), kinds, best.values.tolist())
+        merged = _merge(message.texts[place], spans.tolist(), [names[number] for number in numbers[here]], scores[here])
         least = group.options.threshold or 0.0
         found.append(Answer(data={"entities": [entity for entity in merged if entity["score"] >= least]}))
     return found

@@ -8,6 +8,7 @@ Which LoRA acts is a matter of the thread that computes, for one pass: loading o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from sie_contracts.errors import LoraLoading
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that are followed, or say only how it was trained. Any other that is set changes the numbers in another
 # way than the two matrices do.
 _UNDERSTOOD = frozenset({
@@ -73,15 +75,18 @@ class Loras:
     def __init__(self, model: nn.Module, compute: Compute, run: Callable[[], Tensor]) -> None:
         self._model, self._compute, self._run = model, compute, run
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Pairs] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # with the digest of its files
 
-    def load(self, name: str, folder: Path, most: int) -> None:
-        """Read and try a LoRA, unless it is there; `most` are kept. Raises LoraLoadFailed, which names what does not fit."""
+    def load(self, name: str, folder: Path, most: int) -> str:
+        """Read and try a LoRA, unless it is there; `most` are kept. Returns the SHA-256 of its files, in hex.
+
+        Raises LoraLoadFailed, which names what does not fit.
+        """
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
-                return
-        pairs = self._read(name, folder)
+                return self._kept[name][1]
+        pairs, digest = self._read(name, folder), _digest(folder)
         self._wrap(pairs)
         with torch.inference_mode():
             plain = self._run()
@@ -92,9 +97,10 @@ class Loras:
         if torch.equal(plain, changed):
             raise lora_failed(name, "it does not change the output of the model")
         with self._lock:
-            self._kept[name] = pairs
+            self._kept[name] = pairs, digest
             while len(self._kept) > most:
                 self._kept.popitem(last=False)
+        return digest
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
@@ -103,10 +109,11 @@ class Loras:
             yield
             return
         with self._lock:
-            pairs = self._kept.get(name)
-            if pairs is None:
-                raise LoraLoading(f"the LoRA {name} is not loaded", extras={"lora_id": name, "lora": name})
+            if name not in self._kept:
+                shown = name[:200]
+                raise LoraLoading(f"the LoRA {shown} is not loaded", extras={"lora_id": shown, "lora": shown})
             self._kept.move_to_end(name)
+            pairs, _ = self._kept[name]
         with acting(pairs):
             yield
 
@@ -116,8 +123,8 @@ class Loras:
             return tuple(self._kept)
 
     def _read(self, name: str, folder: Path) -> Pairs:
-        config = read_json(folder / "adapter_config.json")
-        file = folder / "adapter_model.safetensors"
+        config = read_json(folder / _CONFIG)
+        file = folder / _WEIGHTS
         if config.get("peft_type") != "LORA" or not file.is_file():
             raise lora_failed(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
         _check_config(name, config)
@@ -166,6 +173,15 @@ class Loras:
                 layer = getattr(parent, child)
                 if not isinstance(layer, LoraLinear):
                     setattr(parent, child, LoraLinear(layer, path))
+
+
+def _digest(folder: Path) -> str:
+    """Of all that the numbers of a LoRA come from, so that they change together."""
+    whole = hashlib.sha256()
+    for name in (_CONFIG, _WEIGHTS):
+        with (folder / name).open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:

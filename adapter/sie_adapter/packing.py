@@ -71,7 +71,7 @@ def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Ite
     ids = np.full(int(lengths.sum()), filler, np.int32)
     within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)
     ids[np.repeat(np.cumsum(lengths) - lengths, batch.lengths) + within] = batch.ids
-    return Items(lengths, ids, None, None if attended else batch.lengths)
+    return Items(lengths, ids, None, None if attended or np.array_equal(lengths, batch.lengths) else batch.lengths)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ RunBatch with texts ──► encode | score | extract of the model, a list in a
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +16,15 @@ import torch
 from sie_adapter import answers
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
+from sie_adapter.device import give_memory_back
+from sie_adapter.failure import is_out_of_memory
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import RunOptions
+
+_logger = logging.getLogger("sie.adapter")
+_CPU = torch.device("cpu")
 
 
 class RawModel(Protocol):
@@ -30,8 +36,11 @@ class RawModel(Protocol):
     """
 
 
-def run_raw(model: Any, message: RunBatch) -> BatchDone:
-    """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length."""
+def run_raw(model: Any, message: RunBatch, device: torch.device = _CPU, make_room: Callable[[], bool] = lambda: False) -> BatchDone:
+    """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
+
+    Out of memory clears the cache of `device`, lets `make_room` evict an idle model, then halves the texts of a call.
+    """
     started = time.perf_counter()
     run = getattr(model, message.operation, None)
     if run is None:
@@ -40,7 +49,24 @@ def run_raw(model: Any, message: RunBatch) -> BatchDone:
     check_groups(message.groups, len(lengths))
     if len(message.texts) != len(lengths):
         raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
-    found = _extracted(run, message) if message.operation == "extract" else [_run(run, message, group) for group in message.groups]
+
+    def fitting(call: Call, texts: Sequence[int]) -> list[Any]:
+        try:
+            return _of_length(call(texts), len(texts))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        give_memory_back(device)  # outside of the handler: its traceback holds the tensors of the failed call
+        _logger.warning("out of memory with %d texts of %s", len(texts), message.model)
+        if make_room():
+            return fitting(call, texts)
+        if len(texts) == 1:
+            return [ResourceExhausted("the device has too little memory for this text alone", reason="out_of_memory")]
+        half = len(texts) // 2
+        return fitting(call, texts[:half]) + fitting(call, texts[half:])
+
+    is_extraction = message.operation == "extract"
+    found = _extracted(run, message, fitting) if is_extraction else [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
     counted = (
         (answer, int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0))
@@ -50,29 +76,38 @@ def run_raw(model: Any, message: RunBatch) -> BatchDone:
     return answers.sealed(message.batch, counted, 1e3 * (ended - started), ended)
 
 
-def _extracted(run: Any, message: RunBatch) -> list[Answers]:
+Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with these numbers
+Fitting = Callable[[Call, Sequence[int]], list[Any]]
+
+
+def _extracted(run: Any, message: RunBatch, fitting: Fitting) -> list[Answers]:
     """All groups in one call: the model puts together what has equal options."""
     options = [
         ExtractOptions(group.options.labels, group.options.threshold, group.options.parameters)
         for group in message.groups
         for _ in range(group.start, group.stop)
     ]
-    found = _of_length(run(message.texts, options), len(options))
+    texts = message.texts
+    found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some]), range(len(texts)))
     made: Answers = [result if isinstance(result, SIEError) else Answer(data=dict(result)) for result in found]
     return [made[group.start : group.stop] for group in message.groups]
 
 
-def _run(run: Any, message: RunBatch, group: Group) -> Answers:
+def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> Answers:
     texts = message.texts[group.start : group.stop]
     if not texts:
         return []
-    given = (texts,) if message.operation == "encode" else (texts[0], texts[1:])
-    try:
-        results = run(*given, group.options)
-    except SIEError as error:  # what this group asks, its mates did not
-        return [error] * len(given[-1])
-    results = _of_length(results, len(given[-1]))
-    if message.operation == "encode":
+    is_encoding = message.operation == "encode"
+    query, texts = ((), texts) if is_encoding else (texts[:1], texts[1:])
+
+    def asked(some: Sequence[int]) -> Sequence[Any]:
+        try:
+            return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
+        except SIEError as error:  # what this group asks, its mates did not
+            return [error] * len(some)
+
+    results = fitting(asked, range(len(texts)))
+    if is_encoding:
         return _encoded(results, group.options)
     return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]
 

@@ -3,7 +3,7 @@
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
                                           └─ before it: evict while memory, with the new weights, would be above the threshold
     after a batch, and once a second ──► evict while memory is above the threshold
-    out of memory ──► make_room: evict one, whatever the threshold says
+    out of memory ──► make_room: evict one, whatever the threshold says, or wait for a load to end
 
 State is owned by `Residency` and guarded by one lock, which is never held over a load or a forward pass.
 """
@@ -203,8 +203,15 @@ class Residency:
         return self._tell_later(self._evict(arriving))
 
     def make_room(self) -> bool:
-        """Evict the least recently used idle model because an allocation failed. False if there is none to evict."""
-        return bool(self._tell_later(self._evict_one("an allocation failed")))
+        """Because an allocation failed: evict the least recently used idle model, else wait for a load that takes memory meanwhile to
+        end. False if there is neither."""
+        if self._tell_later(self._evict_one("an allocation failed")):
+            return True
+        with self._lock:
+            pending = next(iter(self._loads.values()), None)
+        if pending is not None:
+            pending.exception()  # whether it failed is for those who asked for it
+        return pending is not None
 
     def describe(self) -> tuple[LoadedModel, ...]:
         """All resident models, in the order in which they were loaded."""
@@ -254,7 +261,8 @@ class Residency:
         """The least recently used goes first; if that does not clear the threshold, the largest next, and so on."""
         if self._memory(more_bytes).percent <= self._threshold_percent:
             return ()
-        self._give_memory_back()  # what the allocator only keeps is no reason to unload anything
+        # neither what the allocator only keeps, nor a model that went while a batch ran on it, is a reason to unload another
+        self._collect()
         evicted: tuple[str, ...] = ()
         while self._memory(more_bytes).percent > self._threshold_percent:
             gone = self._evict_one(f"device memory is above {self._threshold_percent:g} %", by_size=bool(evicted))

@@ -26,7 +26,6 @@ from sie_contracts.ipc import FrameError, Refused, Reply, Request
 
 _logger = logging.getLogger("sie.adapter")
 
-MAX_REQUEST_BYTES = 64 << 20  # 16 million token ids
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
 RELIEVE_S = 1.0
@@ -86,7 +85,7 @@ class Server:
     def _attend(self, connection: socket.socket) -> None:
         try:
             while True:
-                request = ipc.request(bytes(ipc.receive_frame(connection, MAX_REQUEST_BYTES)))
+                request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
                 if isinstance(request, ipc.RunBatch):
                     self._run_batch(connection, request)
                 else:
@@ -148,7 +147,7 @@ class Server:
                 loaded = resident.describe(time.monotonic())
                 return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, dict(weights.rows), round(resident.load_s, 3), evicted)
             case ipc.EnsureLora():
-                self._engine.ensure_lora(request.model, request.lora)
+                return ipc.Done(self._engine.ensure_lora(request.model, request.lora))
             case ipc.Release():
                 residency.release(request.model)
             case ipc.ApplyConfig():

@@ -21,6 +21,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
+MAX_REQUEST_BYTES = 64 << 20  # what an adapter reads: 16 million token ids
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 PROTOCOL = 2
 
@@ -228,8 +229,10 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     postprocess_ms: float = 0.0
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is so."""
+class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """It is so. `digest`: SHA-256, in hex, of the files of the LoRA that was asked for."""
+
+    digest: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -247,11 +250,11 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def frame(message: Request | Reply) -> bytes:
+def frame(message: Request | Reply, cap: int = MAX_FRAME_BYTES) -> bytes:
     """The bytes of one frame. Raises FrameError if it would pass the cap."""
     body = _encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(body)} bytes passes the limit of {MAX_FRAME_BYTES}")
+    if len(body) > cap:
+        raise FrameError(f"a frame of {len(body)} bytes passes the limit of {cap}")
     return _HEADER.pack(len(body)) + body
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from sie_contracts import ipc
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.hosting import Hosted
 from sie_sidecar.lease import Lease
@@ -31,6 +31,7 @@ class Held:
     layout: ipc.Layout = "text"
     rows: list[Row] = field(default_factory=list)
     shared: int = 0
+    refused: SIEError | None = None  # why it has no rows
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
     sealed_s: float = 0.0

@@ -48,12 +48,14 @@ class Hosted:
         self.attempts = 0
         self.held = 0
         self.parked = 0  # of these, what waits before the gate
+        self.arriving = False  # the adapter is loading it now
         self.gate = asyncio.Event()  # closed while another model waits for this one's memory
         self.gate.set()
         self.loaded_s = 0.0
         self.used_s = 0.0  # of the last work that came or went
         self.loading: asyncio.Task[None] | None = None
         self.loras: set[str] = set()  # that the loaded copy has, unless it dropped one since
+        self.lora_digests: dict[str, str] = {}  # of the files that they, and those it dropped, were loaded from
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -68,7 +70,8 @@ class Hosted:
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         found = self._fingerprints[loaded, profile]
-        return hashlib.sha256(f"{found} {lora}".encode()).hexdigest()[:16] if lora else found
+        # by what its files hold: they may change under one name
+        return hashlib.sha256(f"{found} {self.lora_digests.get(lora) or lora}".encode()).hexdigest()[:16] if lora else found
 
     def status(self) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
@@ -83,10 +86,15 @@ class Hosted:
     def unload(self) -> None:
         """The adapter does not hold it any more."""
         self._fingerprints.clear()
-        self.loras.clear()
+        self.forget_loras()
         if self.state == "loaded":
             self.state = "available"
         self.ready = None
+
+    def forget_loras(self) -> None:
+        """What is forgotten is asked for again, which costs nothing if it is there."""
+        self.loras.clear()
+        self.lora_digests.clear()
 
 
 class Hosting:
@@ -97,6 +105,7 @@ class Hosting:
     ) -> None:
         """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is closed to more."""
         self.swaps = 0
+        self._asked = 0  # loads asked for
         self._swap_after_s = swap_after_s
         self._quiet = asyncio.Event()  # set when a model has no work left
         self._link = link
@@ -179,14 +188,17 @@ class Hosting:
             self._on_change()
 
     async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
-        """The loaded model, or None if it does not fit beside models that have work. Raises AdapterGone, ModelLoadFailed."""
+        """The loaded model, or None if it does not fit beside models that have work or are on their way. Raises AdapterGone,
+        ModelLoadFailed."""
         evictable = tuple(other.name for other in self.idle(0.0) if other is not hosted)
         question = ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, evictable)
+        beside, number = self._busy(hosted), self._asked + 1
+        self._asked, hosted.arriving = number, True
         try:
             return await self._link.ensure_ready(question)
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
-            if error_class == "OOM" and self._busy(hosted):
+            if error_class == "OOM" and (beside or self._busy(hosted) or self._asked > number):
                 return None
             hosted.attempts += 1
             permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
@@ -195,6 +207,9 @@ class Hosting:
             hosted.state, hosted.failed_s = "failed", self._clock()
             _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
             raise SIEError.from_info(hosted.error.info()) from error
+        finally:
+            hosted.arriving = False
+            self._quiet.set()
 
     async def _park(self, hosted: Hosted) -> None:
         """Wait before the gate; work that is past it is finished first."""
@@ -207,24 +222,26 @@ class Hosting:
             hosted.parked -= 1
 
     def _busy(self, hosted: Hosted) -> list[Hosted]:
-        """The other loaded models that have work."""
-        return [other for other in self._hosted.values() if other is not hosted and other.state == "loaded" and other.held > other.parked]
+        """The other models that take memory now: loaded with work, or on their way."""
+        others = (other for other in self._hosted.values() if other is not hosted)
+        return [other for other in others if other.arriving or (other.state == "loaded" and other.held > other.parked)]
 
     async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
-        """Return when one more loaded model has no work. Once `hosted` has waited `swap_after_s`, the model that was loaded longest ago is
-        closed to new work until `hosted` had its load; returns it."""
+        """Return when one more of the other models has no work. Once `hosted` has waited `swap_after_s`, the model that was loaded longest
+        ago is closed to new work until `hosted` had its load; returns it."""
         had_work = self._busy(hosted)
         while had_work and all(other in self._busy(hosted) for other in had_work):
             due_s = asked_s + self._swap_after_s - self._clock()
-            if closed is None and due_s <= 0:
-                closed = min(had_work, key=lambda other: other.loaded_s)
+            loaded = [other for other in had_work if other.state == "loaded"]
+            if closed is None and due_s <= 0 and loaded:
+                closed = min(loaded, key=lambda other: other.loaded_s)
                 closed.gate.clear()
                 self.swaps += 1
                 _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
                 continue
             self._quiet.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), due_s if closed is None else None)
+                await asyncio.wait_for(self._quiet.wait(), due_s if closed is None and loaded else None)
         return closed
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from sie_contracts import ipc
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import PayloadTooLarge, SIEError
 from sie_contracts.runtime.process import Stop
 
 CONTROL_TIMEOUT_S = 5.0
@@ -33,9 +33,9 @@ class _Connection:
         self._writer = writer
         self._closed_by_us = False
 
-    async def send(self, message: ipc.Request) -> None:
+    async def send(self, frame: bytes) -> None:
         try:
-            self._writer.write(ipc.frame(message))
+            self._writer.write(frame)
             await self._writer.drain()
         except OSError as error:
             raise AdapterGone(f"sending failed: {error}", died=not self._closed_by_us) from error
@@ -122,7 +122,7 @@ class AdapterLink:
             control = await _connect(self.path)
             opened.append(control)
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                await control.send(ipc.Describe())
+                await control.send(ipc.frame(ipc.Describe()))
                 description = await control.receive()
             if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
                 raise AdapterGone(f"{self.path}: another protocol, this sidecar speaks {ipc.PROTOCOL}")
@@ -168,31 +168,34 @@ class AdapterLink:
             if control is None:
                 raise AdapterGone(f"{self.path}: not connected")
             try:
-                # the answer is awaited without cancelling: giving up in the middle of a frame would desynchronise the connection
-                answer = asyncio.ensure_future(self._exchange(control, question))
-                done, _ = await asyncio.wait([answer], timeout=CONTROL_TIMEOUT_S)
-                if not done:
-                    answer.cancel()
-                    self._lost.set()
-                    raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s")
-                return _unwrapped(answer.result())
-            except AdapterGone:
-                self._lost.set()
+                async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                    answer = await self._exchange(control, question)
+            except BaseException as error:
+                self._lost.set()  # given up in the middle of a frame, perhaps: what comes next could not be read
+                if isinstance(error, TimeoutError):
+                    raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
                 raise
+            return _unwrapped(answer)
 
     @staticmethod
     async def _exchange(connection: _Connection, question: ipc.Request) -> ipc.Reply:
-        await connection.send(question)
+        await connection.send(ipc.frame(question))
         return await connection.receive()
 
     async def _next(self, pool: asyncio.LifoQueue[_Connection]) -> _Connection:
         """A connection that comes back, unless the adapter goes away first."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
-        await asyncio.wait([getting, lost], return_when=asyncio.FIRST_COMPLETED)
-        lost.cancel()
-        if not getting.done():
+        try:
+            await asyncio.wait([getting, lost], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if getting.done():
+                pool.put_nowait(getting.result())
+            raise
+        finally:
+            lost.cancel()
             getting.cancel()
+        if not getting.done():
             raise AdapterGone(f"{self.path}: lost", died=False)
         return getting.result()
 
@@ -222,16 +225,26 @@ class AdapterLink:
             raise AdapterGone(f"{self.path}: answered EnsureReady with {type(ready).__name__}")
         return ready
 
-    async def ensure_lora(self, question: ipc.EnsureLora) -> None:
-        """Load a LoRA. Raises AdapterGone, or the SIEError of a failed load."""
+    async def ensure_lora(self, question: ipc.EnsureLora) -> str:
+        """Load a LoRA; returns the digest of its files. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
-        _unwrapped(answer)
+        done = _unwrapped(answer)
+        if not isinstance(done, ipc.Done):
+            raise AdapterGone(f"{self.path}: answered EnsureLora with {type(done).__name__}")
+        return done.digest
 
     async def run_batch(self, batch: ipc.RunBatch, on_started: Callable[[], None]) -> ipc.BatchDone:
-        """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a refused batch."""
+        """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a refused batch.
+
+        A batch that the adapter would not read is refused here: it would end the connection, and with it everybody's.
+        """
+        try:
+            frame = ipc.frame(batch, ipc.MAX_REQUEST_BYTES)
+        except ipc.FrameError as error:
+            raise PayloadTooLarge(f"the input is too large to run: {error}", extras={"limit": ipc.MAX_REQUEST_BYTES}) from error
         async with self._borrowed() as connection:
-            await connection.send(batch)
+            await connection.send(frame)
             answer = await connection.receive()
             if isinstance(answer, ipc.BatchStarted):
                 on_started()

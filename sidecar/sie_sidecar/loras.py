@@ -49,7 +49,8 @@ class Loras:
         load = self._load_of(hosted, name)
         done, _ = await asyncio.wait([load], timeout=HOLD_S)
         if not done:
-            raise LoraLoading(f"the LoRA {name[:200]} is being loaded", extras={"lora_id": name, "lora": name})
+            shown = name[:200]
+            raise LoraLoading(f"the LoRA {shown} is being loaded", extras={"lora_id": shown, "lora": shown})
         load.result()
 
     async def preload(self, hosted: Hosted) -> None:
@@ -64,7 +65,7 @@ class Loras:
         key = (hosted.name, name)
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name=f"lora:{name}")
+            load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name=f"lora:{name[:200]}")
             load.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have gone by then
         return load
 
@@ -83,8 +84,11 @@ class Loras:
             del self._loads[key]
 
     async def _ask(self, hosted: Hosted, name: str) -> None:
-        await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
+        digest = await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
+        if len(hosted.lora_digests) >= MOST_REMEMBERED:
+            hosted.forget_loras()
         hosted.loras.add(name)
+        hosted.lora_digests[name] = digest
 
 
 def named(resolved: Resolved) -> list[str]:

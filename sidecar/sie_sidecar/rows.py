@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate
 from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
@@ -19,6 +20,13 @@ from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 QUERY_SHARE = 0.75  # of a pair's room that its query may always take; more only where the document leaves it
 HYPOTHESIS = "This text is about {}."
 NOWHERE = -1  # the place of a special token
+# Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is bounded before it
+# is made.
+MOST_CHARACTERS = 32 << 20
+MOST_ROWS = 1 << 16
+MOST_TOKENS = 8 << 20
+ROW_CHARACTERS = 16  # making a row takes as long as reading so many
+COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
 _NONE = np.zeros(0, np.int32)
 
 
@@ -27,7 +35,7 @@ class Row:
     """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans`. `expanded`: its length on the
-    device, if that is more.
+    device, or the cost of the text beside it, if that is more.
     """
 
     ids: Ids
@@ -56,33 +64,81 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Made:
-    """The rows of one work item: `shared` ones first, then those of each input in turn."""
+    """The rows of one work item: `shared` ones first, then those of each input in turn; or why none were made."""
 
     rows: list[Row]
     shared: int = 0
+    error: InvalidInput | None = None
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work]) -> list[Made]:
     """The rows of work items of one model that agree in `truncate` and `max_tokens`; their texts are tokenised together."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
-    return _LAYOUTS[layout.layout](tokenizer, layout, items, options.truncate, limit)
+    errors = [_excess(layout, item) for item in items]
+    fitting = [item for item, error in zip(items, errors, strict=True) if error is None]
+    made = iter(_LAYOUTS[layout.layout](tokenizer, layout, fitting, options.truncate, limit))
+    return [next(made) if error is None else Made([], error=error) for error in errors]
+
+
+def _excess(layout: Rows, item: Work) -> InvalidInput | None:
+    """Why no rows are made of a work item that memory could not hold, or that has none to make."""
+    rows, characters = _row_count(layout, item), _characters(layout, item)
+    if not rows and item.inputs:
+        return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
+    if rows > MOST_ROWS:
+        return _too_many(f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MOST_ROWS)
+    if characters > MOST_CHARACTERS:
+        return _too_many(f"the items have {characters} characters with their prompts", MOST_CHARACTERS)
+    return None
+
+
+def _too_many(what: str, limit: int) -> InvalidInput:
+    return InvalidInput(f"{what}, at most {limit} are run together", reason="too_many_tokens", extras={"limit": limit})
+
+
+def _row_count(layout: Rows, item: Work) -> int:
+    return len(item.inputs) * (len(item.options.labels) if layout.layout == "hypotheses" else 1)
+
+
+def _characters(layout: Rows, item: Work) -> int:
+    """Of all texts that are made of a work item: what is repeated counts each time."""
+    options, query = item.options, len(_query(item))
+    around = len(options.prefix) + len(options.suffix)
+    once = query + len(options.query_prefix) + len(options.query_suffix)
+    if layout.layout == "hypotheses":
+        template = len(str(options.parameters.get("hypothesis_template", HYPOTHESIS)))
+        once += sum(map(len, options.labels)) + template * len(options.labels)
+    for piece in options.pieces:
+        length = sum(map(len, piece[::2])) + query * piece[1::2].count("query")
+        if _is_cut(piece):
+            around += length
+        else:
+            once += length
+    return once + sum(len(given.text or "") + around for given in item.inputs)
+
+
+def effort_of(layout: Rows, item: Work) -> int:
+    """What making the rows of a work item takes, as characters to read."""
+    return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
 def _prompted(given: Input, options: RunOptions) -> str:
     return options.prefix + (given.text or "") + options.suffix
 
 
-def characters_of(item: Work) -> int:
-    """How much text there is to read, prompts aside."""
-    texts = (item.query.text or "" if item.query else "", *item.options.labels, *(given.text or "" for given in item.inputs))
-    return sum(map(len, texts))
-
-
 def texts_of(item: Work) -> list[str]:
     """What a model that reads texts is given, a text for each row."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(_prompted(given, item.options) for given in item.inputs)]
+
+
+def reached(texts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Each text as far as the tokens of its row reach, which is where its end was cut."""
+    return [
+        text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
+        for text, row in zip(texts, rows, strict=True)
+    ]
 
 
 def types_of(rows: Sequence[Row]) -> bytes:
@@ -153,9 +209,14 @@ def _hypotheses(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], 
     made = []
     for item in items:
         rights = [hypotheses[text] for text in _said(item.options)]
+        lefts = [next(texts) for _ in item.inputs]
+        beside = template.special + np.array([len(right.ids) for right in rights])
+        tokens = sum(int(np.minimum(limit, len(left.ids) + beside).sum()) for left in lefts)
+        if tokens > MOST_TOKENS:
+            made.append(Made([], error=_too_many(f"the items have {tokens} tokens with each of their labels", MOST_TOKENS)))
+            continue
         rows = []
-        for _ in item.inputs:
-            left = next(texts)
+        for left in lefts:
             rows += [_joined(template, left, right, room, truncate, cut_first=True) for right in rights]
         made.append(Made(rows))
     return made
@@ -242,7 +303,8 @@ def _spans(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trunc
     rows = []
     for content, offsets in tokenizer.spans(texts, max(0, limit - special), truncate):
         places = np.concatenate((np.full((len(first), 2), NOWHERE, np.int32), offsets, np.full((len(last), 2), NOWHERE, np.int32)))
-        rows.append(Row(np.concatenate((first, content.ids, last)), content.full + special, offsets=places))
+        carried = int(offsets.max(initial=0)) // COST_CHARACTERS
+        rows.append(Row(np.concatenate((first, content.ids, last)), content.full + special, offsets=places, expanded=carried))
     taken = iter(rows)
     return [Made([next(taken) for _ in item.inputs]) for item in items]
 
@@ -251,8 +313,10 @@ def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncat
     """The model reads the texts; the ids are only counted, so nothing is cut here."""
     made = []
     for item in items:
-        contents = tokenizer.contents(texts_of(item), 1 << 30, "NONE")
-        made.append(Made([Row(content.ids, len(content.ids)) for content in contents], shared=int(item.query is not None)))
+        texts = texts_of(item)
+        contents = tokenizer.contents(texts, 1 << 30, "NONE")
+        rows = [Row(each.ids, len(each.ids), expanded=len(text) // COST_CHARACTERS) for each, text in zip(contents, texts, strict=True)]
+        made.append(Made(rows, shared=int(item.query is not None)))
     return made
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from sie_contracts import messages
 from sie_contracts.broker import Broker, BrokerUnavailable, NoResponder
-from sie_contracts.errors import InternalFailure
+from sie_contracts.errors import PayloadTooLarge
 from sie_contracts.messages import Failed, WorkItem, WorkResult
 from sie_sidecar.lease import Lease, Leases
 from sie_sidecar.metrics import Metrics
@@ -41,7 +41,8 @@ class Settlement:
             return
         data = messages.encode(result)
         if len(data) > self._broker.max_payload:
-            error = InternalFailure(f"a result of {len(data)} bytes, the broker takes {self._broker.max_payload}")
+            limit = self._broker.max_payload
+            error = PayloadTooLarge(f"a result of {len(data)} bytes, at most {limit} can be sent: ask for less of it", extras={"limit": limit})
             failed = tuple(Failed(error.info()) for _ in result.outcomes)
             data = messages.encode(msgspec.structs.replace(result, outcomes=failed, block=b""))
         verdict = await self._deliver(item, data, deadline_s)

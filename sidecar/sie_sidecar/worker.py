@@ -20,7 +20,7 @@ import numpy as np
 
 from sie_contracts import ipc, messages
 from sie_contracts.broker import Broker, Delivery
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ModelLoading, NotReady, SIEError
+from sie_contracts.errors import GatewayTimeout, InferenceFailed, InternalFailure, InvalidInput, ModelLoading, NotReady, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, RunOptions, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
@@ -36,7 +36,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.pulling import Pulling
-from sie_sidecar.rows import Row, Work, characters_of, offsets_of, texts_of, types_of
+from sie_sidecar.rows import Row, Work, effort_of, offsets_of, reached, texts_of, types_of
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.tokens import TokenizerPool
 
@@ -203,12 +203,15 @@ class Worker:
         if layout is None:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
-        characters = sum(characters_of(each) for each in work)
-        made = await self._tokenizers.run(characters, functools.partial(rowing.make, hosted.tokenizer, layout, work))
+        effort = sum(effort_of(layout, each) for each in work)
+        made = await self._tokenizers.run(effort, functools.partial(rowing.make, hosted.tokenizer, layout, work))
         for held, each in zip(group, made, strict=True):
-            held.layout, held.rows, held.shared = layout.layout, each.rows, each.shared
+            held.layout, held.rows, held.shared, held.refused = layout.layout, each.rows, each.shared, each.error
 
     def _enqueue(self, held: Held) -> None:
+        if held.refused is not None:
+            self._answer_all([held], held.refused)
+            return
         if not runnable(held)[0]:
             self._settle(held, merge(held, ()), b"")
             return
@@ -303,6 +306,10 @@ class Worker:
                     done = await self._run(batch, in_turn=True)
         except SIEError as error:
             self._answer_all(jobs, error)
+        except Exception:  # the root of a task: what it held must be answered
+            _logger.exception("loading a LoRA again failed")
+            self._answer_all(jobs, InternalFailure("the worker failed while loading the LoRA"))
+        self._wake.set()
 
     @staticmethod
     def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
@@ -317,7 +324,8 @@ class Worker:
             run, chosen = runnable(held)
             groups.append(ipc.Group(len(rows), len(rows) + len(run), _answered(held.item.options), len(chosen)))
             if layout in ("raw", "spans"):
-                texts += texts_of(Work([held.item.inputs[index] for index in chosen], held.item.query, held.item.options))
+                shown = texts_of(Work([held.item.inputs[index] for index in chosen], held.item.query, held.item.options))
+                texts += reached(shown, run)
             rows += run
             inputs += len(chosen)
         lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
@@ -348,7 +356,10 @@ class Worker:
         for held in jobs:
             if held.hosted is not None:
                 held.hosted.unload()
-            self._work.start(self._once_ready(held), "again")
+            if self._clock() >= held.deadline_s:  # nobody awaits it, and what ends every adapter must not run for ever
+                self._answer_all([held], GatewayTimeout("the budget of the request was over before it could run"))
+            else:
+                self._work.start(self._once_ready(held), "again")
 
     async def _once_ready(self, held: Held) -> None:
         assert held.hosted is not None

@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 Pooling = Literal["cls", "mean", "last", "weighted"]
 
 MAX_TOKENS = 560
+ORIGINAL_TOKENS = 128  # of models whose rotary embedding was stretched after training
 WIDTH = 64
 _SIZES: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 600,
@@ -78,6 +79,7 @@ class Architecture:
     poolings: tuple[Pooling, ...] = ("mean", "cls")
     causal: bool = False
     behind: tuple[Module, ...] = ()  # Dense modules that its published folders list after the pooling
+    max_tokens: int = MAX_TOKENS
 
     @property
     def width(self) -> int:
@@ -93,9 +95,9 @@ def _bidirectional(architecture: Architecture, **config: Any) -> Architecture:
     return replace(architecture, config={**architecture.config, **(config or {"is_causal": False})}, causal=False)
 
 
-def _rotary(architecture: Architecture, **scaling: Any) -> Architecture:
-    rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, **scaling}
-    return replace(architecture, config={**architecture.config, "rope_parameters": rope})
+def _rotary(architecture: Architecture, *, max_tokens: int = MAX_TOKENS, **scaling: Any) -> Architecture:
+    rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_TOKENS, **scaling}
+    return replace(architecture, config={**architecture.config, "rope_parameters": rope}, max_tokens=max_tokens)
 
 
 _QWEN2 = _decoder("qwen2", recipes.QWEN)
@@ -163,8 +165,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama bidirectional": replace(_bidirectional(_LLAMA), poolings=("mean", "last")),
     "llama yarn": _rotary(_LLAMA, rope_type="yarn"),
     "llama llama3": _rotary(_LLAMA, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0),
-    # the factors depend on the length of a text
-    "llama longrope": _rotary(_LLAMA, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[3.0] * 8),
+    # past the original length the factors depend on the longest text of a pass, which is refused
+    "llama longrope": _rotary(
+        _LLAMA, rope_type="longrope", short_factor=[1.5] * 8, long_factor=[3.0] * 8, max_tokens=ORIGINAL_TOKENS
+    ),
+    "llama dynamic": _rotary(
+        replace(_LLAMA, config={**_LLAMA.config, "max_position_embeddings": ORIGINAL_TOKENS}), rope_type="dynamic",
+        max_tokens=ORIGINAL_TOKENS,
+    ),
     "mpnet": Architecture("mpnet", recipes.MPNET, _SIZES),
     "deberta-v2": Architecture(
         "deberta-v2", recipes.DEBERTA,
@@ -184,7 +192,7 @@ def modules_of(architecture: Architecture) -> list[Module]:
 
 def build(folder: Path, architecture: Architecture, *, head: Any = AutoModel, seed: int = 0, **config: Any) -> Path:
     """Write a random model with its tokenizer to `folder`. `head`: the auto class that makes it; `config` overrides the architecture's."""
-    vocabulary = architecture.tokenizer.save(folder, MAX_TOKENS)
+    vocabulary = architecture.tokenizer.save(folder, architecture.max_tokens)
     fields = {"vocab_size": vocabulary, **architecture.tokenizer.ids(), **architecture.config, **config}
     torch.manual_seed(seed)
     model = head.from_config(CONFIG_MAPPING[architecture.model_type](**fields))
@@ -203,7 +211,7 @@ def _disturb(model: nn.Module) -> None:
                 module.weight[module.padding_idx].normal_(std=float(module.weight.std()))
 
 
-def add_modules(folder: Path, modules: Sequence[Module], prompts: dict[str, str] | None = None) -> Path:
+def add_modules(folder: Path, modules: Sequence[Module], prompts: dict[str, str] | None = None, max_tokens: int = MAX_TOKENS) -> Path:
     """Make `folder` a sentence-transformers folder whose transformer is followed by `modules`."""
     rows = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for number, module in enumerate(modules, 1):
@@ -215,7 +223,7 @@ def add_modules(folder: Path, modules: Sequence[Module], prompts: dict[str, str]
         if module.tensors:
             save_file(module.tensors, folder / path / "model.safetensors", {"format": "pt"})
     _write_json(folder / "modules.json", rows)
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": False})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_tokens, "do_lower_case": False})
     settings = {"prompts": prompts or {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     _write_json(folder / "config_sentence_transformers.json", settings)
     return folder

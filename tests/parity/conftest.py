@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, add_modules, build, modules_of
+from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 from parity.engine import ParityEngine, Served
 from parity.reference import Reference
 from parity.table import ParityTable
 
 from sie_contracts.catalogue import Precision
+from sie_contracts.runtime.feed import packaged_catalogue
 
 Folders = Callable[[str], Path]
 Serve = Callable[..., Served]
@@ -32,7 +33,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @functools.cache
     def folder(name: str) -> Path:
         architecture = ARCHITECTURES[name]
-        return add_modules(build(root / name.replace(" ", "-"), architecture), modules_of(architecture))
+        place = build(root / name.replace(" ", "-"), architecture)
+        return add_modules(place, modules_of(architecture), max_tokens=architecture.max_tokens)
 
     return folder
 
@@ -45,8 +47,10 @@ def serve(folders: Folders) -> Iterator[Serve]:
     engine = ParityEngine()
 
     @functools.cache
-    def served(name: str, precision: Precision, **options: bool) -> Served:
-        loaded = engine.load(folders(name), precision, width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS, **options)
+    def served(name: str, precision: Precision, max_tokens: int = 0, **options: bool) -> Served:
+        architecture = ARCHITECTURES[name]
+        limit = max_tokens or architecture.max_tokens
+        loaded = engine.load(folders(name), precision, width=architecture.width, max_tokens=limit, **options)
         if loaded.precision != precision:
             pytest.skip(f"this CPU does not compute in {precision}")
         return loaded
@@ -73,4 +77,5 @@ def table(request: pytest.FixtureRequest) -> Iterator[ParityTable]:
     yield collected
     # absent where this file was not read before the command line was parsed
     if target := request.config.getoption("parity_table", default=None):
-        Path(target).write_text(collected.markdown(ARCHITECTURES))
+        unproven = {model: entry.unproven for model, entry in packaged_catalogue().entries.items() if entry.unproven}
+        Path(target).write_text(collected.markdown(unproven))

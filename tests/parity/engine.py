@@ -90,14 +90,14 @@ class ParityEngine:
 
         Raises ModelLoadFailed.
         """
-        model = f"parity/{folder.name}-{precision}{'-padded' if padded else ''}{'' if causal is None else f'-causal-{causal}'}"
+        model = f"parity/{folder.name}-{max_tokens}-{precision}{'-padded' if padded else ''}{'' if causal is None else f'-causal-{causal}'}"
         entry = parse_entry({
             "id": model, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": width}, "max_tokens": max_tokens,
             "load": {"precision": precision, "causal": causal},
         })  # fmt: skip
         resident, _ = self._engine.residency.ensure(model, entry, "default", ())
         if padded:
-            _force_padded(resident)
+            force_padded(resident)
         return Served(self._engine, resident, ModelTokenizer(resident.weights.tokenizer, max_tokens))
 
     def stop(self) -> None:
@@ -105,13 +105,12 @@ class ParityEngine:
         assert self._engine.stop(10)
 
 
-def _force_padded(resident: Resident) -> None:
+def force_padded(resident: Resident) -> None:
     """What loading does with a model whose packed states are wrong; no setting asks for it."""
     encoder = resident.weights
     assert isinstance(encoder, TextEncoder)
-    encoder.backbone._table = None
-    encoder.backbone._model.set_attn_implementation("sdpa")
-    encoder.attention = "sdpa padded"
+    encoder.backbone.run_padded()
+    encoder.attention = encoder.backbone.attention
 
 
 def _vectors(reply: Reply) -> Vectors:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from oracle import cosines
-from parity.engine import _force_padded as force_padded
-from parity.table import Agreement, ParityTable
+from parity.engine import force_padded
+from parity.table import Agreement, ParityTable, path_of
 
 from sie_adapter.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
@@ -48,7 +47,7 @@ class HeadsModel:
     @property
     def path(self) -> str:
         """packed or padded."""
-        return "padded" if self.encoder.attention.endswith("padded") else "packed"
+        return path_of(self.encoder.attention)
 
     def encode(self, texts: Sequence[str], *outputs: str, **options: Any) -> list[dict[str, Array]]:
         """One batch of one work item: the arrays of each text by name, sparse ones as `sparse.indices` and `sparse.values`."""
@@ -118,22 +117,15 @@ class HeadsEngine:
 
 def check(table: ParityTable, name: str, model: HeadsModel, got: Array, expected: Array, stock: Array | None = None) -> None:
     """Vectors [.., width] against the float32 oracle's; `stock` are its own in the model's precision. Records what it found."""
-    found, precision = _agreement(got, expected), model.encoder.precision
+    found, precision = Agreement.of(got, expected), model.encoder.precision
     table.record(name, model.path, precision, found)
     if stock is None:
         assert found.cosine >= MIN_COSINE
         assert found.difference <= MAX_DIFFERENCE
         return
-    theirs = _agreement(stock, expected)
+    theirs = Agreement.of(stock, expected)
     table.record(name, "stock", precision, theirs)
     assert found.mean_distance <= max(MAX_MEAN_DISTANCE, MAX_MEAN_OF_STOCK * theirs.mean_distance)
-
-
-def _agreement(got: Array, expected: Array) -> Agreement:
-    assert got.shape == expected.shape
-    cosine = cosines(got, expected)
-    norms = np.linalg.norm(expected, axis=1, keepdims=True)
-    return Agreement(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
 
 
 def _arrays(reply: BatchDone, outcome: object) -> dict[str, Array]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from oracle import WORDS, cosines
-from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, build
+from oracle import WORDS
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, ORIGINAL_TOKENS, build
 from parity.conftest import Folders, References, Serve
-from parity.engine import Ids, Served, Vectors
+from parity.engine import Ids, Served
 from parity.reference import Reference
-from parity.table import Agreement, ParityTable
+from parity.table import Agreement, ParityTable, path_of
 from safetensors.numpy import load_file
 
 from sie_contracts.errors import ModelLoadFailed
@@ -22,28 +21,17 @@ from sie_contracts.errors import ModelLoadFailed
 # What each architecture runs; one that silently falls back from packed to padded fails here.
 ATTENTION = {
     **dict.fromkeys(ARCHITECTURES, "sdpa"),
-    **dict.fromkeys(("mpnet", "deberta-v2", "mistral bidirectional sliding", "llama longrope"), "sdpa padded"),
+    **dict.fromkeys(("mpnet", "deberta-v2"), "sdpa padded"),
     "gemma2": "eager padded",  # scores are capped, which neither the packed kernels nor sdpa do
 }
 PRECISIONS = ("float32", "bfloat16")
-GEMMA2 = pytest.mark.xfail(
-    strict=True, raises=ModelLoadFailed,
-    reason="its load fails: the fall-back asks for sdpa, which transformers refuses for Gemma2 because of the softcap",
-)  # fmt: skip
-LONGROPE = pytest.mark.xfail(
-    strict=True, raises=AssertionError,
-    reason="padded together, all texts of a pass get the factors of the longest: cosine below 0.1 in a batch, 1 alone",
-)  # fmt: skip
-GEMMA3_CAUSAL = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="load.causal true is without effect on Gemma 3, which reads use_bidirectional_attention"
-)
 MAX_DIFFERENCE = {"float32": 1e-5, "bfloat16": 0.05}  # of a component, in units of the vector's norm
 MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
 # The worst of 64 random texts is noise, their mean is not: one text moves by a factor of 2 when nothing but the order of a sum changes.
 MAX_MEAN_OF_STOCK = 1.5
 MAX_WORST_OF_STOCK = 3.0
 
-_EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 130, 255, 500, MAX_TOKENS)
+_EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129, 130, 255, 500)
 _ODD = (
     "", "Zürich, 東京 and 😀", "שלום עולם, مرحبا", "tab\tline\nthe end", "UPPER naïve it's (a) 3.14", "unsearchable" * 9,
     "one " * MAX_TOKENS + "past the limit", "  spaces around \n",
@@ -51,32 +39,20 @@ _ODD = (
 )  # fmt: skip
 
 
-def architectures(names: Iterable[str] = ARCHITECTURES, **wrong: pytest.MarkDecorator) -> Any:
-    """Parametrises a test with `names`; `wrong` marks those that are expected to fail, by name with _ for a space."""
-    marks = {"gemma2": GEMMA2, **{name.replace("_", " "): mark for name, mark in wrong.items()}}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
-
-
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 
 
 def ragged(served: Served) -> list[str]:
     """64 texts of mixed lengths in mixed order: the shortest that there are, both sides of every window, equal lengths, odd texts."""
-    special = len(served.tokens([""])[0])
+    special, limit = len(served.tokens([""])[0]), served.tokenizer.max_tokens
     rng = random.Random(0)
-    lengths = [*range(special, special + 10), *_EDGES]
-    lengths += [int(min(200, rng.lognormvariate(3.2, 1.0))) + special for _ in range(64 - len(lengths) - len(_ODD))]
+    lengths = [*range(special, special + 10), *(edge for edge in _EDGES if edge < limit), limit]
+    lengths += [int(min(limit - 8, 200, rng.lognormvariate(3.2, 1.0))) + special for _ in range(64 - len(lengths) - len(_ODD))]
     texts = [" ".join(rng.choices(WORDS, k=length - special)) for length in lengths]
     assert [len(ids) for ids in served.tokens(texts)] == lengths
     texts += _ODD
     rng.shuffle(texts)
     return texts
-
-
-def agreement(got: Vectors, expected: Vectors) -> Agreement:
-    norms = np.linalg.norm(expected, axis=1, keepdims=True)
-    cosine = cosines(got, expected)
-    return Agreement(float(cosine.min()), float((np.abs(got - expected) / norms).max()), float((1 - cosine).mean()))
 
 
 def check(name: str, precision: str, served: Served, references: References, table: ParityTable) -> None:
@@ -88,9 +64,9 @@ def check(name: str, precision: str, served: Served, references: References, tab
     found = [(pooling, served.encode(texts, pooling=pooling)) for pooling in poolings]
     parts = [served.encode(texts[start:stop]) for start, stop in ((0, 1), (1, 3), (3, 8), (8, 28), (28, 64))]
     for pooling, vectors in [*found, (poolings[0], np.concatenate(parts))]:
-        stock, ours = (agreement(side, expected[pooling]) for side in (own[pooling], vectors))
-        table.record(name, "stock", precision, stock)
-        table.record(name, "padded" if served.attention.endswith("padded") else "packed", precision, ours)
+        stock, ours = (Agreement.of(side, expected[pooling]) for side in (own[pooling], vectors))
+        table.record(f"dense {name}", "stock", precision, stock)
+        table.record(f"dense {name}", path_of(served.attention), precision, ours)
         assert ours.difference <= MAX_DIFFERENCE[precision]
         if ours.cosine < MIN_COSINE[precision]:
             assert 1 - ours.cosine <= MAX_WORST_OF_STOCK * (1 - stock.cosine)
@@ -99,14 +75,14 @@ def check(name: str, precision: str, served: Served, references: References, tab
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures(llama_longrope=LONGROPE)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
     """W3, W4."""
     check(name, precision, serve(name, precision), references, table)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures(PACKED)
+@pytest.mark.parametrize("name", PACKED)
 def test_padded_vectors_equal_the_reference(name: str, precision: str, serve: Serve, references: References, table: ParityTable) -> None:
     """What any of them falls back to is right too."""
     served = serve(name, precision, padded=True)
@@ -115,24 +91,24 @@ def test_padded_vectors_equal_the_reference(name: str, precision: str, serve: Se
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures()
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_each_architecture_runs_the_attention_it_should(name: str, precision: str, serve: Serve) -> None:
     assert serve(name, precision).attention == ATTENTION[name]
 
 
-@architectures()
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_folder_is_served_as_its_own_files_say(name: str, serve: Serve, references: References) -> None:
     """Tokens, the stored pooling, Dense modules and normalisation, without a word in the request."""
     served, reference = serve(name, "float32"), references(name, "float32")
     texts = ragged(served)
     assert [ids.tolist() for ids in served.tokens(texts)] == reference.ids(texts)
-    found = agreement(served.encode(texts[:20], normalize=True), reference.encode(texts[:20]))
+    found = Agreement.of(served.encode(texts[:20], normalize=True), reference.encode(texts[:20]))
     assert found.cosine >= MIN_COSINE["float32"]
     assert found.difference <= MAX_DIFFERENCE["float32"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures(llama_longrope=LONGROPE)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serve: Serve) -> None:
     """In float32 to rounding; in bfloat16 another kernel may round otherwise, by less than bfloat16 itself costs."""
     served = serve(name, precision)
@@ -141,13 +117,13 @@ def test_a_text_is_the_same_alone_and_with_mates(name: str, precision: str, serv
     alone = np.concatenate([served.encode([text]) for text in texts[:12]])
     backwards = served.encode(texts[::-1])[::-1]
     for other in (alone, backwards):
-        found = agreement(other, together[: len(other)])
+        found = Agreement.of(other, together[: len(other)])
         assert found.cosine >= (1 - 1e-9 if precision == "float32" else MIN_COSINE[precision])
         assert found.difference <= (2e-6 if precision == "float32" else MAX_DIFFERENCE[precision])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@architectures()
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_lanes_at_once_give_what_one_gives(name: str, precision: str, serve: Serve) -> None:
     served = serve(name, precision)
     texts = ragged(served)
@@ -165,7 +141,7 @@ def _differing_in_the_last(served: Served) -> list[Ids]:
     return [ids, changed]
 
 
-@architectures()
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, serve: Serve) -> None:
     served = serve(name, "float32")
     before, after = served.encode_ids(_differing_in_the_last(served), pooling="cls")
@@ -174,28 +150,54 @@ def test_the_first_token_sees_the_last_unless_the_model_is_causal(name: str, ser
 
 
 @pytest.mark.parametrize(
-    ("name", "causal", "as_if"),
+    ("name", "causal"),
     [
-        ("qwen2 causal", False, "qwen2 bidirectional"),
-        ("qwen2 bidirectional", True, "qwen2 causal"),
-        ("qwen3 causal", False, "qwen3 bidirectional"),
-        ("qwen3 bidirectional", True, "qwen3 causal"),
-        ("llama causal", False, "llama bidirectional"),
-        ("mistral causal", False, "mistral bidirectional sliding"),
+        ("qwen2 causal", False),
+        ("qwen2 bidirectional", True),
+        ("qwen3 causal", False),
+        ("qwen3 bidirectional", True),
+        ("llama causal", False),
+        ("llama bidirectional", True),
+        ("mistral causal", False),
+        ("mistral bidirectional sliding", True),
+        ("gemma2", False),
+        ("gemma3 causal", False),
     ],
 )
-def test_an_entry_may_turn_the_direction(name: str, causal: bool, as_if: str, serve: Serve, references: References) -> None:
-    """The same seed made the weights of both folders, so each is the reference of the other."""
-    texts = ragged(serve(name, "float32"))[:16]
+def test_an_entry_may_turn_the_direction(name: str, causal: bool, serve: Serve, tmp_path: Path) -> None:
+    """As if the folder said so."""
+    texts, architecture = ragged(serve(name, "float32"))[:16], ARCHITECTURES[name]
     turned = serve(name, "float32", causal=causal).encode(texts, pooling="mean")
-    assert agreement(turned, references(as_if, "float32").pooled(texts, ARCHITECTURES[as_if].poolings)["mean"]).difference <= 1e-5
+    as_if = Reference(build(tmp_path / "other", architecture, is_causal=causal), "float32")
+    assert Agreement.of(turned, as_if.pooled(texts, architecture.poolings)["mean"]).difference <= MAX_DIFFERENCE["float32"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma3 bidirectional", marks=GEMMA3_CAUSAL)])
-def test_a_direction_that_an_entry_demands_is_never_ignored(name: str, serve: Serve) -> None:
-    served = serve(name, "float32", causal=True)
-    first, changed = served.encode_ids(_differing_in_the_last(served), pooling="cls")
-    np.testing.assert_allclose(changed, first, atol=1e-5)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemma3 bidirectional", "load.causal is true, and the model computes otherwise"),
+        ("deberta-v2", "load.causal is true, and the model computes otherwise"),
+        ("bert", "for a text alone and not beside a longer one"),
+        ("modernbert", "for a text alone and not beside a longer one"),
+    ],
+)
+def test_a_direction_that_the_class_does_not_take_is_refused(name: str, message: str, serve: Serve) -> None:
+    with pytest.raises(ModelLoadFailed, match=message) as refused:
+        serve(name, "float32", causal=True)
+    assert refused.value.extras["error_class"] == "CERTIFICATE"
+
+
+@pytest.mark.parametrize("name", ["gemma3 bidirectional", "gemma3 causal", "bert", "gemma2"])
+def test_a_direction_that_the_class_has_anyway_may_be_said(name: str, serve: Serve) -> None:
+    assert serve(name, "float32", causal=ARCHITECTURES[name].causal).attention == ATTENTION[name]
+
+
+@pytest.mark.parametrize("name", ["llama longrope", "llama dynamic"])
+def test_a_rotary_embedding_that_changes_with_the_longest_text_is_refused(name: str, serve: Serve) -> None:
+    """W4. One token past the original length; at that length it is among the architectures above."""
+    with pytest.raises(ModelLoadFailed, match=f"changes past {ORIGINAL_TOKENS} tokens") as refused:
+        serve(name, "float32", max_tokens=ORIGINAL_TOKENS + 1)
+    assert refused.value.extras["error_class"] == "INCOMPATIBLE"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_a_setting_that_is_ignored_would_show(
     texts = [" ".join(random.Random(seed).choices(WORDS, k=length)) for seed, length in enumerate((40, 80, 150, 500))]
     other = Reference(build(tmp_path / "other", architecture, **change), "float32").pooled(texts, architecture.poolings)
     same = references(name, "float32").pooled(texts, architecture.poolings)
-    assert max(agreement(other[pooling], same[pooling]).difference for pooling in architecture.poolings) > 10 * MAX_DIFFERENCE["float32"]
+    assert max(Agreement.of(other[pooling], same[pooling]).difference for pooling in architecture.poolings) > 10 * MAX_DIFFERENCE["float32"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

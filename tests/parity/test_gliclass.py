@@ -159,7 +159,7 @@ def test_scores_that_are_not_finite_fail_their_item_alone(model: GliclassModel) 
     handle = model._model.register_forward_hook(poison, with_kwargs=True)
     first, second, third = model.extract(texts, [ExtractOptions(LABELS)] * 3)
     handle.remove()
-    assert failed(first, InferenceFailed).reason == "not_finite"
+    assert failed(first, InferenceFailed).reason == "non_finite"
     assert [second, third] == expected[1:]
 
 

@@ -319,7 +319,7 @@ def test_scores_that_are_not_finite_fail_their_item_alone(models: dict[str, Glin
 
     with forward_hook(models["span"], poison):
         first, second, third = models["span"].extract(texts, [options("span", threshold=0.1)] * 3)
-    assert failed(second, InferenceFailed).reason == "not_finite"
+    assert failed(second, InferenceFailed).reason == "non_finite"
     for result, entities in ((first, expected[0]), (third, expected[2])):
         assert_equal(result["entities"], entities)  # type: ignore[index]
 

@@ -36,14 +36,23 @@ QUERY = "search the river"
 LABELS = ["person", "river mountain"]
 RARE = ("violin", "protein", "compiler", "museum", "kernel", "planet")
 POISON = " ".join([*RARE, *["river"] * 200])
-MATES = [text for text in ragged_texts(80, seed=8, longest=20) if not set(RARE) & set(text.split())][:20]
+MATES = [text for text in ragged_texts(200, seed=8, longest=20) if not set(RARE) & set(text.split())][:20]
 MEGABYTE = 1_000_000
 ODD = {
-    "empty": "", "no spaces": "x" * MEGABYTE, "one wide character": "\u6771" * (MEGABYTE // 3), "spaces": " " * 100_000,
-    "emoji": "👩‍💻😀🏳️‍🌈" * 50, "right to left": "שלום עולם \u202e مرحبا بالعالم", "controls": "".join(map(chr, range(32))) * 20, "nul": "\0", "nul inside": "a\0b",
-    "marks": "e" + "\u0301" * 5000, "no characters": "\ufeff\u200b\ufffe\uffff\U0010ffff", "special tokens": "[CLS] [SEP] [PAD] [MASK] </s> <|im_end|>",
+    "empty": "",
+    "no spaces": "x" * MEGABYTE,
+    "one wide character": "\u6771" * (MEGABYTE // 3),
+    "spaces": " " * 100_000,
+    "emoji": "👩\u200d💻😀🏳\ufe0f\u200d🌈" * 50,
+    "right to left": "שלום עולם \u202e مرحبا بالعالم",
+    "controls": "".join(map(chr, range(32))) * 20,
+    "nul": "\0",
+    "nul inside": "a\0b",
+    "marks": "e" + "\u0301" * 5000,
+    "no characters": "\ufeff\u200b\ufffe\uffff\U0010ffff",
+    "special tokens": "[CLS] [SEP] [PAD] [MASK] </s> <|im_end|>",
     "fields": "{query}{document}{text}{instruction}{}{0}%s$x",
-}  # fmt: skip
+}
 Json = dict[str, Any]
 
 
@@ -51,7 +60,8 @@ Json = dict[str, Any]
 def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     """Sound ones by their kind, and those of `POISONED` that overflow on POISON."""
     found = local_models.under(tmp_path_factory.mktemp("adversarial"))
-    known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, "This text is about", local_models.QWEN3_ENTRY["prompts"]["default_instruction"]]
+    instruction = local_models.QWEN3_ENTRY["prompts"]["default_instruction"]
+    known = [*MATES, QUERY, *LABELS, *local_models.QWEN3_PIECES, instruction]
     for name in local_models.KINDS:
         found.build(name)
     for name in POISONED:
@@ -84,6 +94,7 @@ def checked(answer: httpx.Response) -> Json:
 
 def check_finite(value: Any, path: str = "") -> None:
     if isinstance(value, dict):
+        assert value.get("score", 0.0) is not None or "error" in value, path
         for name, item in value.items():
             check_finite(item, f"{path}.{name}")
     elif isinstance(value, list):
@@ -107,11 +118,9 @@ async def ask(client: httpx.AsyncClient, name: str, items: list[Any], *, msgpack
         body = {**body, "output_types": ["dense", "sparse", "multivector"]}
     if name == "m3-score":
         body = {**body, "options": {"score_mode": "hybrid"}}
-    if not msgpack:
-        return await client.post(f"/v1/{verb}/test/{model}", content=json.dumps(body).encode())
-    return await client.post(
-        f"/v1/{verb}/test/{model}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"}
-    )
+    content = msgspec.msgpack.encode(body) if msgpack else json.dumps(body).encode()
+    headers = {"content-type": "application/msgpack" if msgpack else "application/json", "x-sie-explain": "1"}
+    return await client.post(f"/v1/{verb}/test/{model}", content=content, headers=headers)
 
 
 def slots(body: Json) -> list[Json]:
@@ -149,30 +158,32 @@ async def alone(client: httpx.AsyncClient, name: str) -> list[Json]:
 async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient, name: str) -> None:
     """Beside its mates in one request, and in a request of its own that shares their batch."""
     expected = await alone(client, name)
-    shared = 0
+    has_shared = False
     for _ in range(5):
-        answers = await asyncio.gather(
-            ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON]), *(ask(client, name, [mate]) for mate in MATES)
+        together, single, *others = await asyncio.gather(
+            ask(client, name, [*MATES[:10], POISON, *MATES[10:]]),
+            ask(client, name, [POISON]),
+            *(ask(client, name, [mate]) for mate in MATES),
         )
-        together, single, *others = answers
-        found = slots(checked(together))
+        body = checked(together)
+        has_shared |= any(entry["batch"]["chunks"] > 1 for entry in body["explain"])
+        found = slots(body)
         error = found.pop(10)["error"]
         assert (error["code"], error["reason"], error["retryable"]) == ("INFERENCE_ERROR", "non_finite", False)
         check_close(found, expected)
-        body = checked(single)
-        assert (single.status_code, body["code"], body["error"]["reason"]) == (500, "INFERENCE_ERROR", "non_finite")
+        assert (single.status_code, checked(single)["error"]["reason"]) == (500, "non_finite")
         for answer, mate in zip(others, expected, strict=True):
             check_close(slots(checked(answer)), [mate])
-            shared += answer.status_code == 200
-    assert shared == 5 * len(MATES)
+    assert has_shared
 
 
 @pytest.mark.parametrize("name", VERBS)
 async def test_odd_texts_have_an_answer_or_a_typed_error_and_leave_their_mates_alone(client: httpx.AsyncClient, name: str) -> None:
     expected = await alone(client, name)
     for kind, text in ODD.items():
+        beside = [ask(client, name, [mate]) for mate in MATES[:6]]
         together, single, *others = await asyncio.gather(
-            ask(client, name, [MATES[0], text, MATES[1]]), ask(client, name, [text], msgpack=True), *(ask(client, name, [mate]) for mate in MATES[:6])
+            ask(client, name, [MATES[0], text, MATES[1]]), ask(client, name, [text], msgpack=True), *beside
         )
         assert together.status_code == 200, (kind, together.text[:500])
         found = slots(checked(together))
@@ -192,34 +203,50 @@ async def test_odd_texts_have_the_vectors_of_sentence_transformers(client: httpx
     assert oracle.cosines(np.array(found, np.float32), oracle.encode(texts)).min() >= 0.9999
 
 
-BAD_OPTIONS: list[tuple[str, Json]] = [
-    ("m3", {"dimensions": -1}), ("m3", {"dimensions": 1e300}), ("m3", {"dimensions": True}), ("m3", {"dimensions": 2**70}), ("m3", {"dimensions": {}}),
-    ("m3", {"output_dtype": 5}), ("m3", {"output_dtype": "bfloat16"}), ("m3", {"output_dtype": "float64"}), ("m3", {"output_types": ["dense", None]}),
-    ("m3", {"output_types": {"dense": 1}}), ("m3", {"normalize": "no"}), ("m3", {"pooling": "__class__"}), ("m3", {"truncate": 3}),
-    ("m3", {"max_seq_length": 0}), ("m3", {"max_seq_length": 10**9}), ("m3", {"instruction": ["a"]}), ("m3", {"instruction": {"a": 1}}),
-    ("m3", {"options": {"query_template": "no field"}, "is_query": True}), ("m3", {"is_query": "yes"}), ("m3", {"on_item_error": "ignore"}),
-    ("late", {"muvera": {"num_repetitions": 10**30}}), ("late", {"muvera": {"num_simhash_projections": 31}}), ("late", {"muvera": {"seed": -1}}),
-    ("late", {"muvera": {"num_repetitions": 128, "num_simhash_projections": 10, "final_projection_dim": None}}), ("late", {"muvera": "yes"}),
-    ("m3-score", {"score_weights": {"dense": -1, "sparse": 2}}), ("m3-score", {"score_weights": {"dense": 0}}), ("m3-score", {"score_mode": "x"}),
-    ("cross", {"lora_id": 5}), ("reranker", {"lora_id": "org/lora"}), ("gliner", {"threshold": "0.5"}), ("gliner", {"flat_ner": "yes"}),
-    ("gliner", {"labels": {"a": 1}}), ("gliner", {"labels": ["a", ["b"]]}), ("gliner", {"labels": [f"label {n}" for n in range(10_000)]}),
-    ("zero-shot", {"labels": ["x"] * 10_000}), ("zero-shot", {"hypothesis_template": "{}{}"}), ("zero-shot", {"hypothesis_template": "none"}),
-    ("tags", {"threshold": [0.5]}), ("tags", {"output_schema": {}}),
-]  # fmt: skip
+BAD_OPTIONS: dict[str, list[Json]] = {
+    "m3": [
+        *({"dimensions": value} for value in (-1, 0, 15, 1e300, True, 2**70, {}, "16")),
+        *({"output_dtype": value} for value in (5, "bfloat16", "int4", "float64", ["float32"])),
+        *({"output_types": value} for value in (["dense", None], {"dense": 1}, ["score"], "dense", [["dense"]])),
+        *({"truncate": value} for value in (3, "MIDDLE", {})), *({"max_seq_length": value} for value in (0, 10**9, "8")),
+        *({"instruction": value} for value in (["a"], {"a": 1}, 5)), {"normalize": "no"}, {"pooling": "__class__"}, {"is_query": "yes"},
+        {"options": {"query_template": "no field"}, "is_query": True}, {"on_item_error": "ignore"}, {"profile": "none"}, {"options": 5},
+    ],
+    "late": [
+        *({"muvera": {"num_repetitions": value}} for value in (0, 129, 10**30, "4")), {"muvera": "yes"},
+        *({"muvera": {"num_simhash_projections": value}} for value in (-1, 31)), {"muvera": {"seed": -1}}, {"muvera": {"": 1}},
+        {"muvera": {"num_repetitions": 128, "num_simhash_projections": 10, "final_projection_dim": None}},
+    ],
+    "m3-score": [
+        *({"score_weights": value} for value in ({"dense": -1, "sparse": 2}, {"dense": 0}, {"best": 1}, [1, 2], {"dense": "1"})),
+        {"score_mode": "best"}, {"score_mode": 1},
+    ],
+    "cross": [{"lora_id": 5}, {"lora_id": "a", "lora": "b"}],
+    "reranker": [{"lora_id": "org/lora"}],
+    "gliner": [
+        *({"labels": value} for value in ({"a": 1}, ["a", ["b"]], ["a", ""], [f"label {number}" for number in range(10_000)])),
+        {"threshold": "0.5"}, {"flat_ner": "yes"}, {"output_schema": {"a": 1}},
+    ],
+    "zero-shot": [{"labels": ["x"] * 10_000}, {"hypothesis_template": "{}{}"}, {"hypothesis_template": "none"}, {"multi_label": 3}],
+    "tags": [{"threshold": [0.5]}, {"output_schema": {}}],
+}  # fmt: skip
 
 
 async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(client: httpx.AsyncClient) -> None:
     expected = {name: slots(checked(await ask(client, name, [MATES[0]]))) for name in VERBS}
-    for name, params in BAD_OPTIONS:
+    for name, params in [(name, params) for name, several in BAD_OPTIONS.items() for params in several]:
         refused, beside = await asyncio.gather(ask(client, name, [MATES[0]], **params), ask(client, name, [MATES[0]]))
         body = checked(refused)
         assert (refused.status_code, body["code"]) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
         check_close(slots(checked(beside)), expected[name])
     for value in (math.nan, math.inf, -math.inf):
-        for name, key in (("m3", "dimensions"), ("gliner", "threshold"), ("m3-score", "score_weights"), ("late", "muvera")):
-            given = {"dense": value} if key == "score_weights" else {"seed": value} if key == "muvera" else value
-            refused = await ask(client, name, [MATES[0]], msgpack=True, **{key: given})
-            assert (refused.status_code, checked(refused)["error"]["reason"]) == (400, "schema"), (name, key, value)
+        given: list[tuple[str, Json]] = [
+            ("m3", {"dimensions": value}), ("gliner", {"threshold": value}), ("m3-score", {"score_weights": {"dense": value}}),
+            ("late", {"muvera": {"seed": value}}),
+        ]  # fmt: skip
+        for name, params in given:
+            refused = await ask(client, name, [MATES[0]], msgpack=True, **params)
+            assert (refused.status_code, checked(refused)["error"]["reason"]) == (400, "schema"), (name, params)
 
 
 async def test_a_lora_that_cannot_be_had_is_a_typed_error(client: httpx.AsyncClient) -> None:
@@ -232,12 +259,15 @@ async def test_a_lora_that_cannot_be_had_is_a_typed_error(client: httpx.AsyncCli
 
 SURROGATE = "\ud800"
 PLACES: list[tuple[str, Json]] = [
-    ("encode/test/mini", {"items": [SURROGATE]}), ("encode/test/mini", {"items": [{"text": "a", "id": SURROGATE}]}),
-    ("encode/test/mini", {"items": [{"text": "a", "metadata": {SURROGATE: 1}}]}), ("encode/test/mini", {"items": ["a"], "instruction": SURROGATE}),
-    ("score/test/cross", {"query": SURROGATE, "items": ["a"]}), ("extract/test/gliner", {"items": ["a"], "labels": ["a", SURROGATE]}),
-    ("extract/test/zero-shot", {"items": ["a"], "labels": ["a"], "options": {"hypothesis_template": "{}" + SURROGATE}}),
+    ("encode/test/mini", {"items": [SURROGATE]}),
+    ("encode/test/mini", {"items": [{"text": "a", "id": SURROGATE}]}),
+    ("encode/test/mini", {"items": [{"text": "a", "metadata": {SURROGATE: 1}}]}),
+    ("encode/test/mini", {"items": ["a"], "instruction": SURROGATE}),
     ("encode/test/mini", {"items": ["a"], SURROGATE: 1}),
-]  # fmt: skip
+    ("score/test/cross", {"query": SURROGATE, "items": ["a"]}),
+    ("extract/test/gliner", {"items": ["a"], "labels": ["a", SURROGATE]}),
+    ("extract/test/zero-shot", {"items": ["a"], "labels": ["a"], "options": {"hypothesis_template": "{}" + SURROGATE}}),
+]
 
 
 @pytest.mark.parametrize(("path", "body"), PLACES, ids=range(len(PLACES)))
@@ -253,7 +283,7 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
     from transformers import pipeline
 
     braces = "{query}{document}{text}"
-    labels = ["{}", "{label}", "{0} {", "river"]
+    labels = ["river", "{}", "{label}", "{0} {"]  # the pipeline takes a first label of {} for a template without a field
     classify = pipeline("zero-shot-classification", model=str(models.weights / "zero-shot"), device="cpu")
     expected = classify(MATES[0], labels, hypothesis_template="This text is about {}.")
     (slot,) = slots(checked(await ask(client, "zero-shot", [MATES[0]], labels=labels)))
@@ -275,7 +305,8 @@ async def test_braces_in_labels_and_instructions_are_text(client: httpx.AsyncCli
 @pytest.mark.parametrize("name", ["gliner", "zero-shot"])
 async def test_many_and_long_labels(client: httpx.AsyncClient, name: str) -> None:
     """As many as are allowed, a label of 100 kB, odd ones, the same one twice: an answer or a typed error."""
-    cases = [[f"label {number}" for number in range(MAX_LABELS)], ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
+    many = [f"label {number}" for number in range(MAX_LABELS)]
+    cases = [many, ["x" * 100_000, "river"], ["\0", "😀", "שלום"], ["river", "river"], ["\u200b", "<<ENT>>"]]
     for labels in cases:
         answer, beside = await asyncio.gather(ask(client, name, [MATES[0]], labels=labels), ask(client, name, [MATES[0]]))
         assert answer.status_code in (200, 400), answer.text[:300]

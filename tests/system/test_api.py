@@ -55,9 +55,7 @@ def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
     """E14: one rule for the format, equal values in both."""
     body = {"items": [{"id": "a", "text": "Hello", "metadata": {"n": 1}}, {"text": "World"}]}
     as_json = post(client, body, accept="application/json").json()
-    answer = client.post(
-        f"/v1/encode/{MODEL}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"}
-    )
+    answer = client.post(f"/v1/encode/{MODEL}", content=msgspec.msgpack.encode(body), headers={"content-type": "application/msgpack"})
     assert answer.headers["content-type"] == "application/msgpack"
     raw = msgspec.msgpack.decode(answer.content)
     dense = raw["items"][0]["dense"]["values"]

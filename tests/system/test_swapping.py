@@ -72,8 +72,10 @@ def served(models: LocalModels, data_dir: Path, limit_bytes: int) -> Cluster:
 def ask(client: httpx.Client, model: str, start: int) -> np.ndarray:
     body = {"items": [{"text": text} for text in TEXTS[start:]]}
     answer = client.post(f"/v1/encode/{model}", json=body)
-    assert answer.status_code == 200, answer.text
-    return np.array([slot["dense"]["values"] for slot in answer.json()["items"]], np.float32)
+    assert answer.status_code == 200, answer.text[:300]
+    slots = answer.json()["items"]
+    assert all("dense" in slot for slot in slots), answer.text[-300:]
+    return np.array([slot["dense"]["values"] for slot in slots], np.float32)
 
 
 def alternate(cluster: Cluster, expected: dict[str, np.ndarray], seconds: float) -> Traffic:

@@ -153,7 +153,7 @@ class GliclassModel:
 
 def _classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
     if not bool(torch.isfinite(logits).all()):
-        return InferenceFailed("the model's scores are not finite", reason="not_finite")
+        return InferenceFailed("the model's scores are not finite", reason="non_finite")
     scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
     threshold = options.parameters.get("threshold", 0.0) if options.threshold is None else options.threshold
     found = [{"label": label, "score": score} for label, score in zip(labels, scores.tolist(), strict=True) if score >= threshold]

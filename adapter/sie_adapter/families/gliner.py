@@ -208,7 +208,7 @@ class GlinerModel:
     def _decoded(self, logits: Tensor, words: list[str], classes: dict[int, str], request: _Request) -> list[Span] | SIEError:
         """`logits`: [words, widths, labels], or [words, labels, (start, end, inside)] of a token-level model."""
         if not bool(torch.isfinite(logits).all()):
-            return InferenceFailed("the model's scores are not finite", reason="not_finite")
+            return InferenceFailed("the model's scores are not finite", reason="non_finite")
         threshold = request.threshold
         candidates = (logits[..., :2] if self._is_token_level else logits).flatten()
         few_stay = request.flat and not request.multi_label
@@ -279,11 +279,11 @@ class _LabelVectors:
                     self._kept.popitem(last=False)
         return torch.stack([known[label] for label in labels])
 
-    def _encode(self, labels: list[str]) -> Tensor:
+    def _encode(self, labels: list[str]) -> list[Tensor]:
         with self._tokenizing:
             tokens = self._tokenizer(labels, return_tensors="pt", truncation=True, padding="longest")
         vectors: Tensor = self._layers.encode_labels(tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device))
-        return vectors.clone()  # rows are kept one by one, and a row must not keep the others alive
+        return [vector.clone() for vector in vectors]  # they are kept one by one, and none may keep the others alive
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:

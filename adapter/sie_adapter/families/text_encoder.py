@@ -235,7 +235,7 @@ class _Builder:
             for token, weight in weights.items():
                 if (number := self.tokenizer.token_to_id(token)) is not None:
                     table[number] = float(weight)
-        lookup = TokenTable(table.to(self.compute.device))
+        lookup = TokenTable(table)
         encoder.without_pass = lambda head, ids, *, is_query: lookup.row(ids) if is_query and head == "sparse" else None  # type: ignore[method-assign]
         return Side(special=False)
 

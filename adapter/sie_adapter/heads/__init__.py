@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sie_adapter.device import to_device
 from sie_adapter.packing import Int64, Packed
 
 # What one sequence gave: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits. float32 on the device.
@@ -46,6 +48,13 @@ class Reduced:
 
     rows: Sequence[Row]
     usable: Tensor
+
+
+def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
+    """Whether all `values` [entries] or [entries, width] of each owner are finite. `owners` [entries]: below `count`. bool [count]."""
+    finite = torch.isfinite(values) if values.ndim == 1 else torch.isfinite(values).all(1)
+    faults = torch.zeros(count, dtype=torch.int32, device=values.device)
+    return faults.index_add_(0, to_device(owners, values.device), (~finite).int()) == 0
 
 
 class Head(Protocol):

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.heads import Reduced, States
+from sie_adapter.device import to_device
+from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead, per_group
 from sie_adapter.packing import Int64
 
@@ -25,10 +26,10 @@ class SequenceHead:
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         packed, device = states.packed, states.hidden.device
         if self._reads_first:
-            first = torch.from_numpy(packed.bounds[:-1][sequences].astype(np.int64)).to(device)
+            first = to_device(packed.bounds[:-1][sequences].astype(np.int64), device)
             logits = self._head(states.hidden[first][:, None]).float()
         else:
-            logits = per_group(self._head, states.hidden, packed.groups.tolist())[torch.from_numpy(sequences).to(device)]
+            logits = per_group(self._head, states.hidden, packed.groups.tolist())[to_device(sequences, device)]
         return Reduced(logits.unbind(0), torch.isfinite(logits).all(1))
 
 
@@ -47,7 +48,8 @@ class TokenHead:
         else:
             logits = self._head(states.hidden[None])[0].float()
             rows = [logits[span] for span in spans]
-        return Reduced(rows, torch.stack([torch.isfinite(row).all() for row in rows]))
+        owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        return Reduced(rows, all_finite(torch.cat(rows), owners, len(rows)))
 
 
 def _trial_states(width: int, device: torch.device) -> Tensor:
@@ -71,6 +73,6 @@ class LastTokenHead:
         if self._pad is not None:
             places = np.where(states.packed.ids != self._pad, np.arange(ends[-1]), 0)
             last = np.maximum(np.maximum.reduceat(places, starts), starts)
-        chosen = torch.from_numpy(last[sequences].astype(np.int64)).to(states.hidden.device)
+        chosen = to_device(last[sequences].astype(np.int64), states.hidden.device)
         logits = self._head(states.hidden[chosen][:, None]).float().flatten(1)
         return Reduced(logits.unbind(0), torch.isfinite(logits).all(1))

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sie_adapter.heads import Reduced, States
+from sie_adapter.device import to_device
+from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.packing import Int64
 
 _STATE_BYTES = 32 << 20  # of the float32 states of one block of tokens
@@ -34,11 +35,8 @@ class MultivectorHead:
             kept &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
         owners = owners[kept]
         if not kept.all():
-            hidden = hidden[torch.from_numpy(np.flatnonzero(kept)).to(hidden.device)]
+            hidden = hidden[to_device(np.flatnonzero(kept), hidden.device)]
         step = max(1, _STATE_BYTES // (4 * hidden.shape[1]))
         vectors = torch.cat([self._layers(part.float()) for part in hidden.split(step)])
-        bad = (~torch.isfinite(vectors).all(1)).int()
-        faults = torch.zeros(count, dtype=torch.int32, device=hidden.device)
-        faults.index_add_(0, torch.from_numpy(owners).to(hidden.device), bad)
         rows = vectors.split(np.bincount(owners, minlength=count)[sequences].tolist())
-        return Reduced(rows, faults[torch.from_numpy(sequences).to(hidden.device)] == 0)
+        return Reduced(rows, all_finite(vectors, owners, count)[to_device(sequences, hidden.device)])

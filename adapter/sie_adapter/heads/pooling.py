@@ -10,6 +10,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from sie_adapter.device import to_device
 from sie_adapter.heads import Reduced, States
 from sie_adapter.packing import Int64
 from sie_contracts.errors import InvalidInput
@@ -55,9 +56,9 @@ class DenseHead:
         if pooling not in POOLINGS:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
         device, packed = states.hidden.device, states.packed
-        bounds = torch.from_numpy(packed.bounds).to(device)
+        bounds = to_device(packed.bounds, device)
         pooled = pool(states.hidden, bounds, packed.groups.tolist(), cast(Pooling, pooling))
         if len(sequences) < len(pooled):
-            pooled = pooled[torch.from_numpy(sequences).to(device)]
+            pooled = pooled[to_device(sequences, device)]
         vectors = pooled if self._layers is None else self._layers(pooled)
         return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))

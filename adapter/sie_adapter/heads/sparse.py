@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sie_adapter.heads import Reduced, Row, States
+from sie_adapter.device import to_device
+from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packing import Int64
 
@@ -98,29 +99,28 @@ class TokenWeightHead:
         step = max(1, BLOCK_BYTES // (4 * states.hidden.shape[1]))
         weights = torch.cat([torch.relu(self._layer(part.float())[:, 0]) for part in states.hidden.split(step)])
         owners = np.repeat(np.arange(count), packed.lengths)
-        faults = torch.zeros(count, dtype=torch.int32, device=device)
-        faults.index_add_(0, torch.from_numpy(owners).to(device), (~torch.isfinite(weights)).int())
         keys, place = np.unique(owners * self._vocabulary + packed.ids, return_inverse=True)
         key_owners, ids = np.divmod(keys, self._vocabulary)
-        most = torch.zeros(len(keys), device=device).scatter_reduce_(0, torch.from_numpy(place).to(device), weights, "amax")
-        first = torch.from_numpy(np.searchsorted(key_owners, np.arange(count))).to(device)
-        kept = torch.nonzero((most > 0) & torch.from_numpy(~np.isin(ids, self._dropped)).to(device))[:, 0]
+        most = torch.zeros(len(keys), device=device).scatter_reduce_(0, to_device(place, device), weights, "amax")
+        first = to_device(np.searchsorted(key_owners, np.arange(count)), device)
+        kept = torch.nonzero((most > 0) & to_device(~np.isin(ids, self._dropped), device))[:, 0]
         ends = torch.searchsorted(kept, first).tolist()[1:]
-        names = torch.from_numpy(ids.astype(np.int32)).to(device)[kept]
+        names = to_device(ids.astype(np.int32), device)[kept]
         rows = list(zip(names.tensor_split(ends), most[kept].tensor_split(ends), strict=True))
-        return Reduced([rows[sequence] for sequence in sequences], faults[torch.from_numpy(sequences).to(device)] == 0)
+        usable = all_finite(weights, owners, count)[to_device(sequences, device)]
+        return Reduced([rows[sequence] for sequence in sequences], usable)
 
 
 class TokenTable:
-    """The weights of an inference-free query: those of its distinct ids in idf.json."""
+    """The weights of an inference-free query: those of its distinct ids in idf.json. On the host, where its ids are."""
 
     def __init__(self, weights: Tensor) -> None:
-        """`weights`: float32 [vocabulary]."""
+        """`weights`: float32 [vocabulary], on the host."""
         self._weights = weights
 
     def row(self, ids: Int64) -> Row:
         """(ids, weights) of a query's token ids."""
-        distinct = torch.from_numpy(np.unique(ids)).to(self._weights.device)
+        distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
         kept = weights > 0
         return distinct[kept].int(), weights[kept]
