@@ -21,12 +21,10 @@ def lora_failed(name: str, cause: str) -> LoraLoadFailed:
     return LoraLoadFailed(f"the LoRA {name[:200]} could not be loaded: {cause}", extras={"lora_id": name[:200]})
 
 
-# What torch's allocator, a mapping of a file (ENOMEM), oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the text is all
-# there is. oneDNN gives no reason for a primitive that it could not make, but one of a model that has run before lacks nothing but memory.
-# On CUDA the libraries and the driver allocate too, for a handle or for the code of a kernel: the context survives that.
-_ALLOCATION = (
-    "DefaultCPUAllocator", "could not create a primitive", "could not create a memory", "bad_alloc", "Cannot allocate memory",
-    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+# What torch's allocator, the mapping of a file, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the text is all there is.
+# oneDNN gives no reason for a primitive that it could not make, but one of a model that has run before lacks nothing but memory.
+_CPU_ALLOCATION = (
+    "DefaultCPUAllocator", "Cannot allocate memory", "could not create a primitive", "could not create a memory", "bad_alloc",
 )  # fmt: skip
 
 

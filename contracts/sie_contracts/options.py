@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sie_contracts import muvera
 from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults
 from sie_contracts.errors import InvalidInput
@@ -20,6 +22,11 @@ from sie_contracts.messages import Operation, RunOptions, Truncate
 from sie_contracts.muvera import Muvera
 
 MAX_LABELS = 1000
+# Of what is repeated for each label or label's place, and of what names something. All others are bounded by the size of a message.
+MAX_HYPOTHESIS = 1000
+MAX_PROMPT = 1 << 20
+MAX_LORA = 1000
+MAX_OWN_BYTES = 64 << 10  # of an option that only a family of somebody else's knows
 DTYPES = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 # what a score of a model with several outputs is computed from
 SCORE_MODES = {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("multivector",), "hybrid": ("dense", "sparse", "multivector")}
@@ -136,7 +143,7 @@ def run_options(
         "truncate": _truncate(*given.get("truncate")),
         "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
         "lora": _lora(entry, defaults, given),
-        "instruction": _text(*given.get("instruction")) or defaults.instruction or "",
+        "instruction": _asked(defaults, given) or "",
         "parameters": parameters,
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
@@ -205,7 +212,7 @@ def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozens
     for name in names:
         path, value = given.get(name)
         if value is not None:
-            found[name] = _CHECKS[name](path, value) if name in _CHECKS else value
+            found[name] = _CHECKS[name](path, value) if name in _CHECKS else _own(path, value)
     return found
 
 
@@ -251,6 +258,8 @@ def _lora(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
     if first is not None and second is not None and first != second:
         raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
     name = _text(path, first) or _text(alias, second) or defaults.lora or ""
+    if len(name) > MAX_LORA:
+        raise InvalidInput(f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path)
     if name and entry.family not in LORA_FAMILIES:
         raise InvalidInput(f"{path}: {entry.id} takes no LoRA", reason="lora_unsupported", param=path)
     return name
@@ -302,9 +311,11 @@ def _integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
 
 
 def _number(path: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _bad(path, value, "a finite number")
-    return float(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if type(value) is int and abs(value) < 1 << 63:
+        return float(value)
+    raise InvalidInput(f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path)
 
 
 def _weights(path: str, value: Any) -> dict[str, float]:
@@ -319,8 +330,19 @@ def _weights(path: str, value: Any) -> dict[str, float]:
 
 
 def _hypothesis(path: str, value: Any) -> str:
-    if not isinstance(value, str) or value.count("{}") != 1:
-        raise _bad(path, value, "a string with {} in the place of the label")
+    if not isinstance(value, str) or value.count("{}") != 1 or len(value) > MAX_HYPOTHESIS:
+        raise _bad(path, value, f"a string of at most {MAX_HYPOTHESIS} characters with {{}} in the place of the label")
+    return value
+
+
+def _own(path: str, value: Any) -> Any:
+    """An option that its family checks, if it can travel."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise InvalidInput(f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path) from error
+    if size > MAX_OWN_BYTES:
+        raise InvalidInput(f"{path}: expected at most {MAX_OWN_BYTES} bytes, got {size}", reason="schema", param=path)
     return value
 
 
@@ -358,9 +380,15 @@ def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
     return _boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
 
 
+def _asked(defaults: RunDefaults, given: _Parameters) -> str | None:
+    """The instruction of the request, else of the profile. An empty one is none, on purpose."""
+    path, value = given.get("instruction")
+    return defaults.instruction if value is None else _text(path, value)
+
+
 def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
-    fallback = _text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
-    return _text(*given.get("instruction")) or defaults.instruction or fallback
+    asked, fallback = _asked(defaults, given), _text(*given.get("default_instruction"))
+    return asked if asked is not None else fallback or entry.prompts.get("default_instruction", "")
 
 
 def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True) -> tuple[str, str]:
@@ -375,8 +403,12 @@ def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_
         raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)
     if "{instruction}" in template:
         filled = _instruction(entry, defaults, given)
+        length = len(template) + template.count("{instruction}") * len(filled)
+        if length > MAX_PROMPT:
+            raise InvalidInput(f"{path}: expected a prompt of at most {MAX_PROMPT} characters, got {length}", reason="schema", param=path)
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
-    chosen = _text(*given.get("instruction")) or defaults.instruction or _text(*given.get("default_instruction"))
+    asked, fallback = _asked(defaults, given), _text(*given.get("default_instruction"))
+    chosen = fallback if asked is None else asked
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)
 
 

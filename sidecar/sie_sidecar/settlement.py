@@ -42,7 +42,8 @@ class Settlement:
         data = messages.encode(result)
         if len(data) > self._broker.max_payload:
             limit = self._broker.max_payload
-            error = PayloadTooLarge(f"a result of {len(data)} bytes, at most {limit} can be sent: ask for less of it", extras={"limit": limit})
+            message = f"a result of {len(data)} bytes, at most {limit} can be sent: ask for a smaller dtype or fewer outputs"
+            error = PayloadTooLarge(message, extras={"limit": limit})
             failed = tuple(Failed(error.info()) for _ in result.outcomes)
             data = messages.encode(msgspec.structs.replace(result, outcomes=failed, block=b""))
         verdict = await self._deliver(item, data, deadline_s)

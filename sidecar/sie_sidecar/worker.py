@@ -267,8 +267,8 @@ class Worker:
                 held.started_s = started_s
 
         self._batch_number += 1
-        frame, note = self._frame(batch, f"{self._id}-{self._batch_number}")
         try:
+            frame, note = self._frame(batch, f"{self._id}-{self._batch_number}")
             done = await self._link.run_batch(frame, on_started)
             self._answer_batch(jobs, done, note)
         except AdapterGone as gone:

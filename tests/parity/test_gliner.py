@@ -401,7 +401,7 @@ def test_folders_without_a_description_of_their_backbone_take_it_from_below(mode
             assert_equal(ours, same)
         assert model.tokenizer == models["span"].tokenizer
     shutil.rmtree(folder / "no")
-    with pytest.raises(ModelLoadFailed, match="its backbone no/backbone is not in the hub cache") as caught:
+    with pytest.raises(ModelLoadFailed, match="its backbone no/backbone is neither in the hub cache") as caught:
         load(folder)
     assert caught.value.extras["error_class"] == "NOT_FOUND"
 

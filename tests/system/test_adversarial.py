@@ -160,11 +160,10 @@ async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient
     expected = await alone(client, name)
     has_shared = False
     for _ in range(5):
-        together, single, *others = await asyncio.gather(
-            ask(client, name, [*MATES[:10], POISON, *MATES[10:]]),
-            ask(client, name, [POISON]),
-            *(ask(client, name, [mate]) for mate in MATES),
-        )
+        # the first ones find the device idle and run alone, while the others gather
+        requests = [ask(client, name, [mate]) for mate in MATES]
+        requests += [ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON])]
+        *others, together, single = await asyncio.gather(*requests)
         body = checked(together)
         has_shared |= any(entry["batch"]["chunks"] > 1 for entry in body["explain"])
         found = slots(body)

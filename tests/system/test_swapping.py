@@ -63,8 +63,9 @@ def expected(models: LocalModels) -> dict[str, np.ndarray]:
 
 
 def served(models: LocalModels, data_dir: Path, limit_bytes: int) -> Cluster:
-    """A cluster whose processes may each hold so much data (RLIMIT_DATA); weights that are mapped from a file do not count."""
-    cluster = Cluster(data_dir, "--no-spare", *models.arguments, environ={"SIE_HF_FALLBACK": "false", "SIE_LOCAL_CACHE": str(data_dir)})
+    """A cluster whose processes may each hold so much data (RLIMIT_DATA). One arena: memory that is free in another one counts as held."""
+    environ = {"SIE_HF_FALLBACK": "false", "SIE_LOCAL_CACHE": str(data_dir), "MALLOC_ARENA_MAX": "1"}
+    cluster = Cluster(data_dir, "--no-spare", *models.arguments, environ=environ)
     cluster.argv = ["prlimit", f"--data={limit_bytes}", *cluster.argv]
     return cluster
 

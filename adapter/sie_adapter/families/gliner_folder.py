@@ -68,13 +68,14 @@ def _describe(raw: dict[str, Any], name: str, part: str, folder: Path, entry: Mo
     """Replace the backbone `name` by its local folder: inside of the model's own, else of the hub cache. Fill in its configuration."""
     backbone = folder / raw[name]
     if not backbone.is_dir():
+        # the cache that the model itself came from, where it came from one
+        cache = folder.parents[2] if folder.parent.name == "snapshots" else None
         try:
-            backbone = Path(snapshot_download(raw[name], local_files_only=True))
+            backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))
         except (OSError, ValueError) as error:
-            message = (
-                f"{entry.id}: its backbone {raw[name]} is not in the hub cache, nor below the model's folder; its configuration is needed"
-            )
-            raise load_failed("NOT_FOUND", message) from error
+            cause = f"its backbone {raw[name]} is neither in the hub cache nor below the model's folder"
+            fix = f"`hf download {raw[name]} --include '*.json' '*.model'` fetches its configuration and tokenizer"
+            raise load_failed("NOT_FOUND", f"{entry.id}: {cause}; {fix}") from error
     raw[name] = str(backbone)
     if raw.get(part) is None:
         raw[part] = json.loads((backbone / "config.json").read_text())
