@@ -258,6 +258,54 @@ def openvino(precision: str) -> Run:
     return padded(lambda ids, mask: np.asarray(compiled({"input_ids": ids, "attention_mask": mask})[0], np.float32))
 
 
+def padding(rounds: int) -> None:
+    """A family that cannot run packed: batches in order of arrival, padded to their longest, against ours, by length. Prints both."""
+    import torch
+    from transformers import MPNetConfig, MPNetModel
+
+    from sie_adapter.backbone import Backbone, evenly_long
+    from sie_adapter.device import Compute, attention_facts, resolve_attention
+    from sie_adapter.engine import prepare_process
+    from sie_adapter.packing import Items
+
+    prepare_process()
+    config = MPNetConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    device = torch.device("cpu")
+    facts = attention_facts(device, torch.float32)
+    compute = Compute(device, torch.float32, *resolve_attention("auto", facts), facts)
+    backbone = Backbone(MPNetModel(config, add_pooling_layer=False).eval().requires_grad_(False), compute, MOST_TOKENS)
+    ids = [np.clip(each, 4, 30000) for each in ids_of(texts_of("mix", ""))]
+
+    def packed(part: Sequence[np.ndarray]) -> Any:
+        return backbone.pack(Items(np.array([len(each) for each in part], np.int64), np.concatenate(part)), np.arange(len(part)))
+
+    def first_in_first_out(part: Sequence[np.ndarray]) -> int:
+        shape = (len(part), max(map(len, part)))
+        tokens, mask = np.ones(shape, np.int64), np.zeros(shape, np.int64)
+        for row, each in enumerate(part):
+            tokens[row, : len(each)], mask[row, : len(each)] = each, 1
+        backbone._model(input_ids=torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask))
+        return tokens.size
+
+    def ours(part: Sequence[np.ndarray]) -> int:
+        laid = packed(part)
+        backbone.forward(laid)
+        return sum((stop - start) * int(laid.lengths[stop - 1]) for start, stop in evenly_long(laid.lengths))
+
+    batches, real = batched(ids), sum(map(len, ids))
+    seconds: dict[str, list[float]] = {}
+    tokens: dict[str, int] = {}
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for name, run in (("first in, first out", first_in_first_out), ("by length", ours)):
+                started = time.perf_counter()
+                tokens[name] = sum(run(part) for part in batches)
+                seconds.setdefault(name, []).append(time.perf_counter() - started)
+    for name, times in seconds.items():
+        rate, waste = len(ids) / statistics.median(times), tokens[name] / real - 1
+        print(f"padded family, {name:20} {waste:6.0%} padding {rate:8.0f} texts/s, one lane, float32")
+
+
 def made(name: str) -> Run:
     kind, precision = VARIANTS[name]
     if kind == "eager":
@@ -307,10 +355,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--corpus", default="", help="folder of JSON files with a key `text`")
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--padding", action="store_true", help="only compare the padding of a padded family")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.work, options.corpus)
+        return
+    padding(options.rounds)
+    if options.padding:
         return
     fleet = {}
     for name in filter(available, options.only):

@@ -81,6 +81,7 @@ class FakeAdapter:
         self.most_loras = 10
         self.loras: dict[str, list[str]] = {}
         self.lora_loads: list[str] = []
+        self.digests: dict[str, str] = {}  # of the files of a LoRA
         self.releases: list[str] = []
         self.batches: list[ipc.RunBatch] = []
         self.pings: list[float] = []
@@ -225,7 +226,7 @@ class FakeAdapter:
             return ipc.Refused(refusal.info())
         kept = self.loras.setdefault(request.model, [])
         kept[:] = [*(name for name in kept if name != request.lora), request.lora][-self.most_loras :]
-        return ipc.Done()
+        return ipc.Done(self.digests.get(request.lora, ""))
 
     async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
         if batch.model not in self.loaded:

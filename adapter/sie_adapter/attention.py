@@ -23,6 +23,7 @@ IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # a window side without a limit
 # One block of scores stays inside the second-level cache; past it every pass over them waits for memory.
 _BLOCK_SCORES = 1 << 18
+_BLOCK_SCORES_ELSEWHERE = 1 << 25  # a GPU needs all of them at once; 128 MB in float32
 # A row of at least one vector register: shorter ones are summed number by number, which took eight times as long.
 _SOFTMAX_ROW = 16
 
@@ -153,14 +154,15 @@ def _packed_attention(
 ) -> Tensor:
     """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 5] on the host.
 
-    Of each sequence only the first `visible` tokens are attended to.
+    Of each sequence only the first `visible` tokens are attended to. A kernel for all sequences at once is the only group of its layout.
     """
-    output = torch.empty(query.shape[:2] + value.shape[2:], dtype=query.dtype, device=query.device)
     pattern = Pattern(left, right)
-    for first, sequences, length, visible, code in layout.tolist():
-        if code >= Kernel.VARLEN:
-            _VARLEN[code](query, key, value, bounds, length, scale, pattern, output)
-            continue
+    groups = layout.tolist()
+    if groups[0][4] >= Kernel.VARLEN:
+        _, _, longest, _, code = groups[0]
+        return _VARLEN[code](query, key, value, bounds, longest, scale, pattern)
+    output = torch.empty(query.shape[:2] + value.shape[2:], dtype=query.dtype, device=query.device)
+    for first, sequences, length, visible, code in groups:
         rows = slice(first, first + sequences * length)
         split = (sequences, length)
         queries, keys, values = (tensor[rows].unflatten(0, split).transpose(1, 2) for tensor in (query, key, value))
@@ -195,7 +197,8 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, p
     if key.shape[1] != heads:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    block = max(16, min(length, _BLOCK_SCORES // max(1, sequences * heads * length)))
+    most = _BLOCK_SCORES if query.device.type == "cpu" else _BLOCK_SCORES_ELSEWHERE
+    block = max(16, min(length, most // max(1, sequences * heads * length)))
     visible = key.shape[1]
     empty = query.new_empty(())
     for start in range(0, length, block):
@@ -255,31 +258,27 @@ def _window(pattern: Pattern) -> tuple[int, int]:
     return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
 
 
-def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern, output: Tensor
-) -> None:
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     shares = query.shape[1] != key.shape[1]
-    output.copy_(
-        varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=_window(pattern), enable_gqa=shares)
+    found: Tensor = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=_window(pattern), enable_gqa=shares
     )
+    return found
 
 
-def _attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern, output: Tensor
-) -> None:
+def _attend_flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # an optional extra that needs a GPU to build
 
     causal = pattern.right == 0
-    output.copy_(
-        flash_attn_varlen_func(
-            query, key, value, bounds, bounds, longest, longest, softmax_scale=scale, causal=causal, window_size=_window(pattern)
-        )
+    found: Tensor = flash_attn_varlen_func(
+        query, key, value, bounds, bounds, longest, longest, softmax_scale=scale, causal=causal, window_size=_window(pattern)
     )
+    return found
 
 
-_VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern, Tensor], None]] = {
+_VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern], Tensor]] = {
     Kernel.VARLEN: _attend_varlen,
     Kernel.FLASH: _attend_flash,
 }

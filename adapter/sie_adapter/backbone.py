@@ -63,7 +63,7 @@ class Backbone:
             if compute.device.type == "cpu":
                 block_linears(model)
             self._table = self._choose_kernels()
-        self.attention = compute.backend
+        self.attention: str = compute.backend
         if self._table is None:
             self.run_padded()
 
@@ -99,7 +99,7 @@ class Backbone:
 
     def forward_padded(self, packed: Packed) -> Tensor:
         """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""
-        return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in _evenly_long(packed.lengths)])
+        return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)])
 
     def _forward_padded_part(self, packed: Packed, start: int, stop: int) -> Tensor:
         lengths = packed.lengths[start:stop]
@@ -214,7 +214,7 @@ def _numbering(model: PreTrainedModel) -> Positions:
     return Positions()
 
 
-def _evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
+def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
     """Cut sequences, shortest first, into runs whose padding stays within _PADDED_WASTE."""
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sie_adapter.answers import Answer, Answers, sealed
 from sie_adapter.device import give_memory_back
-from sie_adapter.failure import is_out_of_memory
+from sie_adapter.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
@@ -221,9 +221,12 @@ class BatchRun:
             answers = self._model.answer(self._message, group, query, rows, places)
         except SIEError as error:
             return [error] * len(units)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if is_device_fatal(error):
                 raise
+            if not is_out_of_memory(error):  # what this group asks, its mates did not
+                _logger.exception("the outputs of a group failed")
+                return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
         if answers is None:  # outside of the handler, as above
             give_memory_back(self._device)
             if len(units) == 1:

@@ -93,7 +93,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
         return
     wanted, found = resolved.load.causal, model.backbone.is_causal()
     if found is None:
-        raise _refuse(resolved.entry, "is_causal turns its attention for a text alone and not beside a longer one: leave load.causal out")
+        cause = "is_causal turns its attention for a text alone and not beside a longer one: leave load.causal or config.json's is_causal out"
+        raise _refuse(resolved.entry, cause)
     if wanted is not None and found != wanted:
         cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"
         raise _refuse(resolved.entry, cause)

@@ -23,8 +23,10 @@ def lora_failed(name: str, cause: str) -> LoraLoadFailed:
 
 # What torch's allocator, the mapping of a file, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the text is all there is.
 # oneDNN gives no reason for a primitive that it could not make, but one of a model that has run before lacks nothing but memory.
-_CPU_ALLOCATION = (
+# On CUDA the libraries and the driver allocate too, for a handle or for the code of a kernel: the context survives that.
+_ALLOCATION = (
     "DefaultCPUAllocator", "Cannot allocate memory", "could not create a primitive", "could not create a memory", "bad_alloc",
+    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 
 

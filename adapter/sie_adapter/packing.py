@@ -66,7 +66,10 @@ def items(lengths: bytes, ids: bytes, types: bytes = b"") -> Items:
 
 
 def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
-    """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is seen if `attended`."""
+    """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is seen if `attended`.
+
+    Without filling `visible` stays None: the kernels for all sequences at once do not take it.
+    """
     lengths = np.maximum(batch.lengths, wanted)
     ids = np.full(int(lengths.sum()), filler, np.int32)
     within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)

@@ -6,6 +6,7 @@ RunBatch with texts ──► encode | score | extract of the model, a list in a
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -89,8 +90,22 @@ def _extracted(run: Any, message: RunBatch, fitting: Fitting) -> list[Answers]:
     ]
     texts = message.texts
     found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some]), range(len(texts)))
-    made: Answers = [result if isinstance(result, SIEError) else Answer(data=dict(result)) for result in found]
+    made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
     return [made[group.start : group.stop] for group in message.groups]
+
+
+def _extraction(data: dict[str, Any]) -> Answer | SIEError:
+    if _has_only_finite(data):
+        return Answer(data=data)
+    return InferenceFailed("the model found something with a number that is not finite", reason="non_finite")
+
+
+def _has_only_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_has_only_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_has_only_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> Answers:

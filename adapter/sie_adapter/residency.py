@@ -135,6 +135,7 @@ class Residency:
                     pending = self._loads[model] = Future()
                     break
             pending.result()
+        evicted: tuple[str, ...] = ()
         try:
             evicted = self._room_for(model, resolved)
             resident, more = self._loaded_in_any_room(model, resolved)
@@ -142,6 +143,7 @@ class Residency:
             with self._lock:
                 del self._loads[model]
                 self._arriving.pop(model, None)
+                self._untold.extend(evicted)  # a refusal does not name them
             pending.set_exception(error)
             raise
         with self._lock:
@@ -208,7 +210,8 @@ class Residency:
         if self._tell_later(self._evict_one("an allocation failed")):
             return True
         with self._lock:
-            pending = next(iter(self._loads.values()), None)
+            # of those whose bytes are counted: one that still fetches its files holds no memory, and may take minutes
+            pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
             pending.exception()  # whether it failed is for those who asked for it
         return pending is not None
@@ -225,6 +228,7 @@ class Residency:
             arriving = sum(self._arriving.values())
         evicted = self._evict(arriving)
         if needed and (would := self._memory(arriving)).used_bytes > would.total_bytes:
+            self._tell_later(evicted)
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are free"
                 " and nothing that is loaded is idle", reason="no_room", extras={"error_class": "OOM"},
@@ -243,6 +247,7 @@ class Residency:
             self._collect()
             gone = self._evict_one(f"there was too little memory to load {model}")
             if not gone:
+                self._tell_later(evicted)
                 raise failure
             evicted += gone
 

@@ -357,4 +357,6 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str) -> str:
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():
         facts["head"] = entry.head
+    if entry.weights.digests and not entry.weights.revision:  # a commit says as much
+        facts["digests"] = entry.weights.digests
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -22,7 +22,7 @@ from sie_contracts.messages import Operation, RunOptions, Truncate
 from sie_contracts.muvera import Muvera
 
 MAX_LABELS = 1000
-# Of what is repeated for each label or label's place, and of what names something. All others are bounded by the size of a message.
+# Characters of what is repeated, or is only a name. Everything else is bounded by the size of a message.
 MAX_HYPOTHESIS = 1000
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
@@ -143,7 +143,7 @@ def run_options(
         "truncate": _truncate(*given.get("truncate")),
         "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
         "lora": _lora(entry, defaults, given),
-        "instruction": _asked(defaults, given) or "",
+        "instruction": _text(*given.get("instruction")) or defaults.instruction or "",
         "parameters": parameters,
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
@@ -380,15 +380,9 @@ def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
     return _boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
 
 
-def _asked(defaults: RunDefaults, given: _Parameters) -> str | None:
-    """The instruction of the request, else of the profile. An empty one is none, on purpose."""
-    path, value = given.get("instruction")
-    return defaults.instruction if value is None else _text(path, value)
-
-
 def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
-    asked, fallback = _asked(defaults, given), _text(*given.get("default_instruction"))
-    return asked if asked is not None else fallback or entry.prompts.get("default_instruction", "")
+    fallback = _text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
+    return _text(*given.get("instruction")) or defaults.instruction or fallback
 
 
 def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True) -> tuple[str, str]:
@@ -407,8 +401,7 @@ def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_
         if length > MAX_PROMPT:
             raise InvalidInput(f"{path}: expected a prompt of at most {MAX_PROMPT} characters, got {length}", reason="schema", param=path)
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
-    asked, fallback = _asked(defaults, given), _text(*given.get("default_instruction"))
-    chosen = fallback if asked is None else asked
+    chosen = _text(*given.get("instruction")) or defaults.instruction or _text(*given.get("default_instruction"))
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)
 
 

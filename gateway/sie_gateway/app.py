@@ -123,7 +123,8 @@ async def read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
 
 def _document(summary: str, returned: str, example: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: {"type": "array" if isinstance(value, list) else "object"} for name, value in example.items()}
-    schema = {"type": "object", "required": ["items"], "properties": {**fields, "params": {"type": "object"}}}
+    required = [name for name in ("query", "items") if name in example]
+    schema = {"type": "object", "required": required, "properties": {**fields, "params": {"type": "object"}}}
     return {
         "post": {
             "summary": summary,

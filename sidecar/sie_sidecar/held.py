@@ -39,7 +39,6 @@ class Held:
     deaths: int = 0
     counted: int = 0  # its share of the cost that waits for the device
 
-
     def of_input(self, index: int) -> list[Row]:
         """The rows that only this input has."""
         each = (len(self.rows) - self.shared) // len(self.item.inputs)
@@ -51,9 +50,7 @@ class Held:
         if self.item.options.truncate != "NONE":
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
-        return [
-            common or next((row for row in self.of_input(index) if row.truncated), None) for index in range(len(self.item.inputs))
-        ]
+        return [common or next((row for row in self.of_input(index) if row.truncated), None) for index in range(len(self.item.inputs))]
 
 
 def runnable(held: Held) -> tuple[list[Row], list[int]]:

@@ -154,11 +154,12 @@ class Hosting:
             self._quiet.set()
         self._on_change()
 
-    async def ensure(self, hosted: Hosted) -> None:
-        """Return when the model is loaded and its gate is open. Raises ModelLoadFailed, AdapterGone."""
+    async def ensure(self, hosted: Hosted, items: int = 1) -> None:
+        """Return when the model is loaded and its gate is open, for so many of the work items that are held for it. Raises ModelLoadFailed,
+        AdapterGone."""
         while hosted.state != "loaded" or not hosted.gate.is_set():
             if not hosted.gate.is_set():
-                await self._park(hosted)
+                await self._park(hosted, items)
                 continue
             if hosted.state == "failed" and hosted.error is not None:
                 permanent = bool(hosted.error.extras.get("permanent"))
@@ -188,17 +189,19 @@ class Hosting:
             self._on_change()
 
     async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
-        """The loaded model, or None if it does not fit beside models that have work or are on their way. Raises AdapterGone,
+        """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way. Raises AdapterGone,
         ModelLoadFailed."""
-        evictable = tuple(other.name for other in self.idle(0.0) if other is not hosted)
-        question = ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, evictable)
-        beside, number = self._busy(hosted), self._asked + 1
+        offered = [other for other in self.idle(0.0) if other is not hosted]
+        names = tuple(other.name for other in offered)
+        question = ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, names)
+        beside, number, asked_s = self._busy(hosted), self._asked + 1, self._clock()
         self._asked, hosted.arriving = number, True
         try:
             return await self._link.ensure_ready(question)
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
-            if error_class == "OOM" and (beside or self._busy(hosted) or self._asked > number):
+            came = self._asked > number or any(other.used_s >= asked_s for other in offered)
+            if error_class == "OOM" and (beside or came or self._busy(hosted)):
                 return None
             hosted.attempts += 1
             permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
@@ -211,15 +214,15 @@ class Hosting:
             hosted.arriving = False
             self._quiet.set()
 
-    async def _park(self, hosted: Hosted) -> None:
+    async def _park(self, hosted: Hosted, items: int) -> None:
         """Wait before the gate; work that is past it is finished first."""
-        hosted.parked += 1
+        hosted.parked += items
         if hosted.held == hosted.parked:
             self._quiet.set()
         try:
             await hosted.gate.wait()
         finally:
-            hosted.parked -= 1
+            hosted.parked -= items
 
     def _busy(self, hosted: Hosted) -> list[Hosted]:
         """The other models that take memory now: loaded with work, or on their way."""
@@ -227,21 +230,23 @@ class Hosting:
         return [other for other in others if other.arriving or (other.state == "loaded" and other.held > other.parked)]
 
     async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
-        """Return when one more of the other models has no work. Once `hosted` has waited `swap_after_s`, the model that was loaded longest
-        ago is closed to new work until `hosted` had its load; returns it."""
+        """Return when one more of the other models has no work. Once `hosted` has waited `swap_after_s`, and the model that was loaded
+        longest ago has been there for as long, that one is closed to new work until `hosted` had its load; returns it."""
         had_work = self._busy(hosted)
         while had_work and all(other in self._busy(hosted) for other in had_work):
-            due_s = asked_s + self._swap_after_s - self._clock()
-            loaded = [other for other in had_work if other.state == "loaded"]
-            if closed is None and due_s <= 0 and loaded:
-                closed = min(loaded, key=lambda other: other.loaded_s)
+            oldest = min((other for other in had_work if other.state == "loaded"), key=lambda other: other.loaded_s, default=None)
+            # what was loaded for its own work gets to it first
+            due_s = max(asked_s, oldest.loaded_s) + self._swap_after_s - self._clock() if oldest and closed is None else None
+            if due_s is not None and due_s <= 0:
+                closed = oldest
+                assert closed is not None
                 closed.gate.clear()
                 self.swaps += 1
                 _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
                 continue
             self._quiet.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), due_s if closed is None and loaded else None)
+                await asyncio.wait_for(self._quiet.wait(), due_s)
         return closed
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:

@@ -120,7 +120,7 @@ async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, w
         while not stop.requested:
             hosted = worker.hosting.of(wanted)
             try:
-                await worker.hosting.ensure(hosted)
+                await worker.hosting.ensure(hosted, 0)
                 break
             except AdapterGone:
                 await link.wait_connected()

@@ -25,7 +25,7 @@ NOWHERE = -1  # the place of a special token
 MOST_CHARACTERS = 32 << 20
 MOST_ROWS = 1 << 16
 MOST_TOKENS = 8 << 20
-ROW_CHARACTERS = 16  # making a row takes as long as reading so many
+ROW_CHARACTERS = 24  # making a row takes as long as reading so many
 COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
 _NONE = np.zeros(0, np.int32)
 

@@ -151,7 +151,7 @@ class Worker:
                     else:
                         self._answer_all([held], NotReady("the model was changed or removed while this request was on its way"))
                 return
-            await self._ensure_ready(hosted, group[0].item.options.lora)
+            await self._ensure_ready(hosted, group[0].item.options.lora, len(group))
             loaded_s = self._clock()
             self._tokenising += 1
             try:
@@ -181,11 +181,11 @@ class Worker:
             self.hosting.take(hosted)
         return hosted
 
-    async def _ensure_ready(self, hosted: Hosted, lora: str, *, in_turn: bool = False) -> None:
+    async def _ensure_ready(self, hosted: Hosted, lora: str, items: int = 1, *, in_turn: bool = False) -> None:
         """As Hosting.ensure, over any number of adapters: leases bound the wait, not this loop."""
         while True:
             try:
-                await self.hosting.ensure(hosted)
+                await self.hosting.ensure(hosted, items)
                 if lora:
                     await self._loras.ensure(hosted, lora, in_turn=in_turn)
             except AdapterGone:
@@ -301,7 +301,7 @@ class Worker:
                 done = False
                 while not done:
                     hosted.loras.discard(lora)
-                    await self._ensure_ready(hosted, lora, in_turn=True)
+                    await self._ensure_ready(hosted, lora, len(jobs), in_turn=True)
                     self._sent += 1
                     done = await self._run(batch, in_turn=True)
         except SIEError as error:

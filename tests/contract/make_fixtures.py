@@ -106,6 +106,7 @@ EXAMPLES: dict[str, Any] = {
     "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
     "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
     "ipc2-Done": ipc.Done(),
+    "ipc2-Done-lora": ipc.Done("9f86d081"),
     "ipc2-Refused": ipc.Refused(_ERROR, "w1-7"),
     "export-1": ConfigExport(
         "a:7", (ConfigModel("org/model", _ENTRY, 7, ("default",), "id: org/model\n"),), ({"id": "default"},), 2, "2026-01-01T00:00:00+00:00"

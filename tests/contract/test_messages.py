@@ -356,6 +356,10 @@ class P2Done(msgspec.Struct, tag="Done"):
     pass
 
 
+class P2LoraDone(msgspec.Struct, tag="Done"):
+    digest: str = ""
+
+
 class P2Refused(msgspec.Struct, tag="Refused"):
     error: V1Error
     batch: str = ""
@@ -367,7 +371,7 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
-    "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Refused": P2Refused,
+    "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Done-lora": P2LoraDone, "ipc2-Refused": P2Refused,
 }  # fmt: skip
 # what is sent today is also sent to those who know less of it
 OLDER_READERS = {"work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat}

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from oracle import WORDS, model_folder
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, Architecture, build
+from parity.table import ParityTable, Scores, path_of
 from parity.tokenizer_recipes import TokenizerRecipe, corpus
 from safetensors.torch import load_file, save_file
 from scipy.stats import kendalltau
@@ -72,6 +73,10 @@ class Scoring:
     @property
     def operation(self) -> Operation:
         return self.entry.tasks[0]
+
+    def record(self, table: ParityTable, kind: str, difference: float, tau: float | None = None) -> None:
+        """Add the largest difference of a score to the table, and how they rank."""
+        table.record(kind, path_of(self.attention), self.precision, Scores(float(difference), tau))
 
     def rows(self, asked: Sequence[Asked]) -> list[list[Row]]:
         """The rows of each request, tokenised together."""

@@ -107,7 +107,7 @@ class ParityTable:
         rows = ["| kind | " + " | ".join(f"{path} {_PRECISIONS[precision]}" for path, precision in _COLUMNS) + " | oracle |"]
         rows.append("|---" * (len(_COLUMNS) + 2) + "|")
         groups = list(ORACLES)
-        for kind in sorted({kind for kind, *_ in self.cells}, key=lambda kind: groups.index(kind.split()[0])):
+        for kind in sorted(dict.fromkeys(kind for kind, *_ in self.cells), key=lambda kind: groups.index(kind.split()[0])):
             found = [str(self.cells.get((kind, *column), "-")) for column in _COLUMNS]
             rows.append(f"| {kind} | " + " | ".join(found) + f" | {ORACLES[kind.split()[0]]} |")
         reasons = [f"| {model} | {reason} |" for model, reason in sorted(unproven.items())]

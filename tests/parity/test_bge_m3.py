@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from parity.heads_checkpoints import M3_TOKENS, M3_WIDTH, bge_m3
-from parity.heads_engine import HeadsEngine, HeadsModel
+from parity.heads_engine import Array, HeadsEngine, HeadsModel
+from parity.table import Agreement, ParityTable, Scores
 from transformers import AutoTokenizer
 
 from sie_adapter.backbone import Backbone
@@ -68,13 +69,37 @@ def assert_equals_golden(row: dict[str, Any], expected: dict[str, Any], toleranc
     assert weights == pytest.approx({int(number): weight for number, weight in expected["sparse"].items()}, abs=tolerance)
 
 
+def full(size: int, indices: Sequence[int], values: Sequence[float]) -> Array:
+    vector = np.zeros(size)
+    vector[list(indices)] = values
+    return vector
+
+
+def record(table: ParityTable, model: HeadsModel, rows: Sequence[dict[str, Any]]) -> None:
+    """How far the outputs of TEXTS are from the oracle's."""
+    golden, size = GOLDEN["texts"], model.encoder.vocabulary
+    sides = {
+        "dense": [np.array([row["dense"] for row in side]) for side in (rows, golden)],
+        "multivector": [np.concatenate([row["multivector"] for row in side]) for side in (rows, golden)],
+        "sparse": [
+            np.array([full(size, row["sparse.indices"], row["sparse.values"]) for row in rows]),
+            np.array([full(size, list(map(int, row["sparse"])), list(row["sparse"].values())) for row in golden]),
+        ],
+    }
+    for name, (got, expected) in sides.items():
+        some = np.linalg.norm(expected, axis=1) > 0.1  # the empty text has no sparse weights, and another hardly any
+        table.record(f"bge-m3 {name}", model.path, model.encoder.precision, Agreement.of(got[some], expected[some]))
+
+
 def test_texts_become_the_oracle_s_ids(model: HeadsModel) -> None:
     assert [row.ids.tolist() for row in model.tokenizer.encode(TEXTS, "END", 0)] == [row["ids"] for row in GOLDEN["texts"]]
 
 
-def test_three_outputs_of_one_pass_equal_the_oracle(model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_outputs_of_one_pass_equal_the_oracle(model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable) -> None:
     passes = count_passes(monkeypatch)
-    for row, expected in zip(model.encode(TEXTS, *ALL), GOLDEN["texts"], strict=True):
+    rows = model.encode(TEXTS, *ALL)
+    record(table, model, rows)
+    for row, expected in zip(rows, GOLDEN["texts"], strict=True):
         assert_equals_golden(row, expected)
     assert passes == [len(TEXTS)]
 
@@ -94,11 +119,13 @@ def test_work_items_that_want_other_outputs_share_the_pass(model: HeadsModel, mo
 
 
 @pytest.mark.parametrize("mode", SCORE_MODES)
-def test_scores_equal_the_oracle(mode: str, model: HeadsModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_equal_the_oracle(mode: str, model: HeadsModel, monkeypatch: pytest.MonkeyPatch, table: ParityTable) -> None:
     """Dense, sparse, colbert and the three weighted .4, .2, .4; the query is encoded once."""
     passes = count_passes(monkeypatch)
     for expected in GOLDEN["scores"]:
-        np.testing.assert_allclose(model.score(expected["query"], TEXTS, *SCORE_MODES[mode]), expected[mode], atol=TOLERANCE)
+        scores = model.score(expected["query"], TEXTS, *SCORE_MODES[mode])
+        table.record(f"bge-m3 score, {mode}", model.path, model.encoder.precision, Scores(float(np.abs(scores - expected[mode]).max())))
+        np.testing.assert_allclose(scores, expected[mode], atol=TOLERANCE)
     assert passes == [1 + len(TEXTS)] * len(GOLDEN["scores"])
 
 
@@ -110,11 +137,13 @@ def test_weights_of_the_request_are_normalised(model: HeadsModel) -> None:
     np.testing.assert_allclose(scores, mixed, atol=TOLERANCE)
 
 
-def test_bfloat16_stays_near(engine: HeadsEngine, folder: Path) -> None:
+def test_bfloat16_stays_near(engine: HeadsEngine, folder: Path, table: ParityTable) -> None:
     model = load(engine, folder, "bfloat16")
     if model.encoder.precision != "bfloat16":
         pytest.skip("this CPU does not compute in bfloat16")
-    for row, expected in zip(model.encode(TEXTS, *ALL), GOLDEN["texts"], strict=True):
+    rows = model.encode(TEXTS, *ALL)
+    record(table, model, rows)
+    for row, expected in zip(rows, GOLDEN["texts"], strict=True):
         assert row["dense"] @ np.array(expected["dense"]) >= 0.995
         assert (row["multivector"] * np.array(expected["multivector"])).sum(1).mean() >= 0.995
         weights = {int(number): weight for number, weight in expected["sparse"].items() if weight > 0.5}

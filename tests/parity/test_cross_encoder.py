@@ -29,6 +29,7 @@ from parity.score_checkpoints import (
     trained_cross_encoder,
     without,
 )
+from parity.table import ParityTable, Scores
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from sentence_transformers import CrossEncoder
@@ -98,7 +99,7 @@ IDENTITY = torch.nn.Identity()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders) -> None:
+def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders, table: ParityTable) -> None:
     """Batches of 1 to 64 ragged pairs, of a query that differs from batch to batch."""
     scoring = load(kind)
     assert scoring.attention.endswith("padded") == (kind in PADDED)
@@ -109,12 +110,13 @@ def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders) -> 
         query, documents = sentence(rng, rng.randint(0, 12)), texts[start : start + count]
         start += count
         expected = oracle(folders(kind), [(query, text) for text in documents], activation_fn=IDENTITY)
-        difference = np.abs(np.array(scoring.scores(query, documents)) - expected).max()
-        assert difference <= MAX_DIFFERENCE * max(1.0, float(np.abs(expected).max()))
+        difference = np.abs(np.array(scoring.scores(query, documents)) - expected).max() / max(1.0, float(np.abs(expected).max()))
+        scoring.record(table, f"cross-encoder {kind}", difference)
+        assert difference <= MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders) -> None:
+def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders, table: ParityTable) -> None:
     """Kendall's tau over 50 documents, the mean of three queries."""
     scoring = load(kind, "bfloat16")
     documents = ragged_documents(50, seed=3, longest=60)
@@ -126,6 +128,9 @@ def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders) -> N
         ours.append(tau(got, exact))
         stock.append(tau(library, exact))
         errors.append((np.abs(got - exact).mean(), np.abs(library - exact).mean()))
+        scale = max(1.0, float(np.abs(exact).max()))
+        scoring.record(table, f"cross-encoder {kind}", np.abs(got - exact).max() / scale, ours[-1])
+        table.record(f"cross-encoder {kind}", "stock", "bfloat16", Scores(float(np.abs(library - exact).max() / scale), stock[-1]))
     # an untrained model spreads its scores over little more than the rounding: none is asked to rank them better than the library does
     assert np.mean(ours) >= min(TAU, np.mean(stock) - 0.01)
     own, theirs = np.mean(errors, axis=0)

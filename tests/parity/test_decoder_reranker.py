@@ -32,6 +32,7 @@ from parity.score_checkpoints import (
     tau,
     without,
 )
+from parity.table import ParityTable, Scores
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,7 +135,7 @@ class Card:
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_scores_equal_the_model_card(name: str, kind: Kind, load: Load, folders: Folders) -> None:
+def test_scores_equal_the_model_card(name: str, kind: Kind, load: Load, folders: Folders, table: ParityTable) -> None:
     """Batches of 1 to 64 ragged pairs, against rows one by one and against a batch with padding on the left."""
     scoring, card = load(name, kind), Card(folders(name), kind)
     rng, texts, start = random.Random(1), ragged_documents(118, longest=120), 0
@@ -145,7 +146,9 @@ def test_scores_equal_the_model_card(name: str, kind: Kind, load: Load, folders:
         got = np.array(scoring.scores(query, documents))
         expected = card.scores(rows)
         scale = max(1.0, float(np.abs(expected).max()))
-        assert np.abs(got - expected).max() <= MAX_DIFFERENCE * scale
+        difference = float(np.abs(got - expected).max()) / scale
+        scoring.record(table, f"decoder-reranker {name}, as {kind}", difference)
+        assert difference <= MAX_DIFFERENCE
         assert np.abs(got - card.scores(rows, padded=True)).max() <= 10 * MAX_DIFFERENCE * scale
 
 
@@ -185,7 +188,7 @@ def test_a_long_query_keeps_three_quarters_and_leaves_room_for_the_document(load
 
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen3", "qwen3"), ("qwen2", "mxbai")])
-def test_bfloat16_ranks_as_float32(name: str, kind: Kind, load: Load, folders: Folders) -> None:
+def test_bfloat16_ranks_as_float32(name: str, kind: Kind, load: Load, folders: Folders, table: ParityTable) -> None:
     """Kendall's tau over 50 documents, the mean of three queries."""
     scoring = load(name, kind, "bfloat16")
     exact_card, card = Card(folders(name), kind), Card(folders(name), kind, "bfloat16")
@@ -194,8 +197,12 @@ def test_bfloat16_ranks_as_float32(name: str, kind: Kind, load: Load, folders: F
     for query in ("search engine", "river", "winter music history"):
         rows = [card.ids(query, text) for text in documents]
         exact = exact_card.scores(rows)
-        ours.append(tau(scoring.scores(query, documents), exact))
-        stock.append(tau(card.scores(rows), exact))
+        got, library = np.array(scoring.scores(query, documents)), card.scores(rows)
+        ours.append(tau(got, exact))
+        stock.append(tau(library, exact))
+        row, scale = f"decoder-reranker {name}, as {kind}", max(1.0, float(np.abs(exact).max()))
+        scoring.record(table, row, np.abs(got - exact).max() / scale, ours[-1])
+        table.record(row, "stock", "bfloat16", Scores(float(np.abs(library - exact).max()) / scale, stock[-1]))
     assert np.mean(ours) >= min(TAU, np.mean(stock) - 0.01)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import WORDS
-from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, ORIGINAL_TOKENS, build
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, ORIGINAL_TOKENS, add_modules, build, modules_of
 from parity.conftest import Folders, References, Serve
-from parity.engine import Ids, Served
+from parity.engine import Ids, ParityEngine, Served
 from parity.reference import Reference
 from parity.table import Agreement, ParityTable, path_of
 from safetensors.numpy import load_file
@@ -21,7 +21,7 @@ from sie_contracts.errors import ModelLoadFailed
 # What each architecture runs; one that silently falls back from packed to padded fails here.
 ATTENTION = {
     **dict.fromkeys(ARCHITECTURES, "sdpa"),
-    **dict.fromkeys(("mpnet", "deberta-v2"), "sdpa padded"),
+    **dict.fromkeys(("mpnet", "deberta-v2"), "eager padded"),  # position biases; these classes have no sdpa
     "gemma2": "eager padded",  # scores are capped, which neither the packed kernels nor sdpa do
 }
 PRECISIONS = ("float32", "bfloat16")
@@ -185,6 +185,15 @@ def test_a_direction_that_the_class_does_not_take_is_refused(name: str, message:
     with pytest.raises(ModelLoadFailed, match=message) as refused:
         serve(name, "float32", causal=True)
     assert refused.value.extras["error_class"] == "CERTIFICATE"
+
+
+def test_a_folder_whose_texts_would_depend_on_their_mates_is_refused(tmp_path: Path) -> None:
+    """W4. config.json of an encoder says is_causal: stock sdpa follows that where nothing is padded, and the entry is silent."""
+    architecture, engine = ARCHITECTURES["bert"], ParityEngine()
+    folder = add_modules(build(tmp_path / "causal", architecture, is_causal=True), modules_of(architecture))
+    with pytest.raises(ModelLoadFailed, match="for a text alone and not beside a longer one"):
+        engine.load(folder, "float32", width=architecture.width, max_tokens=MAX_TOKENS)
+    engine.stop()
 
 
 @pytest.mark.parametrize("name", ["gemma3 bidirectional", "gemma3 causal", "bert", "gemma2"])

@@ -13,11 +13,13 @@ import torch
 from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from oracle import WORDS, ragged_texts
 from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, on_cpu
+from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliclass import GliclassModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+from sie_contracts.ipc import Rows
 
 LABELS = ("person", "river mountain", "Engine", "vector")
 MAX_TOKENS = 128
@@ -59,12 +61,15 @@ def failed(result: Any, kind: type[SIEError]) -> SIEError:
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_scores_equal_those_of_the_package(model: GliclassModel, folder: Path, multi_label: bool) -> None:
+def test_scores_equal_those_of_the_package(model: GliclassModel, folder: Path, multi_label: bool, table: ParityTable) -> None:
     texts = [*ragged_texts(20, seed=1, longest=40), "  Zürich, the harbour (search): 👍 e-mail 3.14!\n"]
     ours = model.extract(texts, [ExtractOptions(LABELS, None, {"multi_label": multi_label})] * len(texts))
     theirs = oracle(folder, texts, LABELS, multi_label=multi_label)
+    row = f"gliclass {'prompt' if model._model.config.prompt_first else 'text'} first"
     for found, expected in zip(ours, theirs, strict=True):
         assert scores(found) == pytest.approx(expected, abs=1e-5)
+        difference = max(abs(score - expected[label]) for label, score in scores(found).items())
+        table.record(row, path_of(model.attention), model.precision, Scores(difference))
     assert max(found[LABELS[0]] for found in theirs) - min(found[LABELS[0]] for found in theirs) > 0.1
     if not multi_label:
         assert all(sum(scores(found).values()) == pytest.approx(1.0, abs=1e-5) for found in ours)
@@ -229,7 +234,7 @@ def test_kinds_that_the_family_does_not_run_are_refused(folder: Path, tmp_path: 
 
 
 def test_what_a_loaded_model_tells_about_itself(model: GliclassModel) -> None:
-    assert model.layouts == {"extract": "raw"}
+    assert model.rows == {"extract": Rows("raw")}
     assert (model.precision, model.attention, model.max_tokens) == ("float32", "eager padded", MAX_TOKENS)
     assert json.loads(model.tokenizer)["truncation"] is None
     assert model.memory_bytes >= sum(parameter.nbytes for parameter in model._model.parameters())

@@ -19,11 +19,13 @@ import torch
 from gliner import GLiNER
 from oracle import WORDS, ragged_texts
 from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_cpu
+from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families import gliner as family
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliner import GlinerModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+from sie_contracts.ipc import Rows
 
 KINDS: tuple[GlinerKind, ...] = ("span", "token", "bi", "bi-token")
 LABELS = ("person", "river mountain", "Engine")
@@ -75,7 +77,7 @@ def failed(result: Any, kind: type[SIEError]) -> SIEError:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parameters", [{}, {"flat_ner": False}, {"flat_ner": False, "multi_label": True}])
 def test_entities_equal_those_of_the_package(
-    models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind, parameters: dict[str, bool]
+    models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind, parameters: dict[str, bool], table: ParityTable
 ) -> None:
     texts = [*ragged_texts(24, seed=3), "Zürich, the harbour (search): e-mail to an_index_of 3.14!", "  queue\n\tstream  "]
     ours = extract(models[kind], texts, options(kind, **parameters))
@@ -85,6 +87,8 @@ def test_entities_equal_those_of_the_package(
     for text, found, expected in zip(texts, ours, theirs, strict=True):
         assert_equal(found, expected)
         assert all(text[entity["start"] : entity["end"]] == entity["text"] for entity in found)
+        difference = max((abs(one["score"] - other["score"]) for one, other in zip(found, expected, strict=True)), default=0.0)
+        table.record(f"gliner {kind}", path_of(models[kind].attention), models[kind].precision, Scores(difference))
 
 
 @pytest.mark.parametrize("kind", ["token", "bi-token"])
@@ -465,7 +469,7 @@ def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path]
 
 def test_what_a_loaded_model_tells_about_itself(models: dict[str, GlinerModel]) -> None:
     model = models["bi"]
-    assert model.layouts == {"extract": "raw"}
+    assert model.rows == {"extract": Rows("raw")}
     assert (model.precision, model.attention, model.max_tokens) == ("float32", "sdpa padded", 1024)
     assert json.loads(model.tokenizer)["truncation"] is None
     assert json.loads(model.tokenizer)["padding"] is None

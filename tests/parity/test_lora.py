@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import ragged_texts
+from oracle import cosines, ragged_texts
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, build
+from parity.table import Agreement, ParityTable, Scores, path_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
@@ -177,13 +178,11 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
     return np.array(found)
 
 
-def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("part", ["attention", "mlp", "both"])
-def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(kind: str, part: str, engine: Engine, base: Folders, root: Path) -> None:
+def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
+    kind: str, part: str, engine: Engine, base: Folders, root: Path, table: ParityTable
+) -> None:
     """W15: also where query, key and value are one layer, and where the model runs padded. The base's bytes never change."""
     attention, mlp = LAYERS[kind]
     targets = {"attention": attention, "mlp": mlp, "both": attention + mlp}[part]
@@ -195,6 +194,7 @@ def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(kind: str, part:
     name = served.load(lora)
     assert served.answers().tobytes() == before.tobytes()
     got, wanted = served.answers(name), expected(folder, lora)
+    table.record(f"lora of {kind}", path_of(served.weights.attention), "float32", Agreement.of(got, wanted))
     assert np.abs(got - wanted).max() <= MAX_DIFFERENCE * max(1.0, np.abs(wanted).max())
     assert cosines(before, wanted).max() < 0.999, "the LoRA must matter"
     assert served.answers().tobytes() == before.tobytes()
@@ -215,18 +215,19 @@ def test_scaling_rank_and_layers_are_those_of_its_configuration(config: dict[str
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3 causal"])
-def test_in_bfloat16_a_lora_is_near_peft_in_float32(kind: str, engine: Engine, base: Folders, root: Path) -> None:
+def test_in_bfloat16_a_lora_is_near_peft_in_float32(kind: str, engine: Engine, base: Folders, root: Path, table: ParityTable) -> None:
     folder = base(kind)
     served = serve(engine, folder, "bfloat16")
     if served.weights.precision != "bfloat16":
         pytest.skip("this CPU has no bfloat16")
     lora = trained(folder, root / f"{folder.name}-bfloat16", every_layer(kind))
-    found = cosines(served.answers(served.load(lora)), expected(folder, lora))
-    assert found.min() >= BFLOAT16_COSINE
+    found = Agreement.of(served.answers(served.load(lora)), expected(folder, lora))
+    table.record(f"lora of {kind}", path_of(served.weights.attention), "bfloat16", found)
+    assert found.cosine >= BFLOAT16_COSINE
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3 causal"])
-def test_a_lora_of_a_cross_encoder(kind: str, engine: Engine, base: Folders, root: Path) -> None:
+def test_a_lora_of_a_cross_encoder(kind: str, engine: Engine, base: Folders, root: Path, table: ParityTable) -> None:
     """Its keys carry the name of the backbone within the classifier."""
     auto = AutoModelForSequenceClassification
     folder = base(kind, auto)
@@ -235,6 +236,8 @@ def test_a_lora_of_a_cross_encoder(kind: str, engine: Engine, base: Folders, roo
     lora = trained(folder, root / f"{folder.name}-cross", every_layer(kind), auto=auto)
     assert "base_model.model." in next(iter(load_file(lora / "adapter_model.safetensors")))
     got, wanted = served.answers(served.load(lora)), expected(folder, lora, auto)
+    row = f"lora of {kind}, cross-encoder"
+    table.record(row, path_of(served.weights.attention), "float32", Scores(float(np.abs(got - wanted).max())))
     assert np.abs(got - wanted).max() <= MAX_DIFFERENCE
     assert np.abs(before - wanted).max() > 1e-3
     assert served.answers().tobytes() == before.tobytes()
@@ -279,6 +282,19 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Fol
     assert set(served.weights.loras.names()) == {str(lora) for lora in loras}
     for name, wanted in golden.items():
         assert served.answers(name).tobytes() == wanted
+
+
+def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(engine: Engine, base: Folders, root: Path) -> None:
+    """W12: by content, whatever the folder is called."""
+    served = serve(engine, base("bert"))
+    lora = trained(base("bert"), root / "digest", ["query"])
+    twice = edited(lora, root / "digest-scaled", lambda config, tensors: config.update(lora_alpha=2 * config["lora_alpha"]))
+    other = edited(lora, root / "digest-other", lambda config, tensors: tensors[_first(tensors, "lora_B")].mul_(2))
+    same = shutil.copytree(lora, root / "digest-same")
+    found = [engine.ensure_lora(served.entry.id, str(folder)) for folder in (lora, lora, same, twice, other)]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found)) == 3
+    assert all(len(digest) == 64 for digest in found)
 
 
 def test_the_least_recently_used_goes_and_a_batch_that_waits_for_it_is_told(engine: Engine, base: Folders, root: Path) -> None:

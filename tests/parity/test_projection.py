@@ -11,7 +11,8 @@ import pytest
 import torch
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, NORMALIZE, WIDTH, Module, Pooling, add_modules, build, dense, pooling
 from parity.heads_checkpoints import residual, texts
-from parity.heads_engine import HeadsEngine
+from parity.heads_engine import MAX_DIFFERENCE, HeadsEngine
+from parity.table import Agreement, ParityTable
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 
@@ -33,7 +34,7 @@ FOLDERS: dict[str, tuple[str, Pooling, Sequence[Module]]] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_projected_vectors_equal_the_oracle(name: str, tmp_path: Path) -> None:
+def test_projected_vectors_equal_the_oracle(name: str, tmp_path: Path, table: ParityTable) -> None:
     """Normalised and not, a batch of 32; stella keeps other widths beside the one that it lists."""
     architecture, mode, layers = FOLDERS[name]
     folder = add_modules(build(tmp_path / "model", ARCHITECTURES[architecture]), [pooling(mode), layers[0], NORMALIZE])
@@ -47,7 +48,9 @@ def test_projected_vectors_equal_the_oracle(name: str, tmp_path: Path) -> None:
         expected = oracle.encode(given, batch_size=1, show_progress_bar=False)
         found = np.stack([row["dense"] for row in model.encode(given, "dense", normalize=normalize)])
         assert found.shape == (32, width)
-        assert (np.abs(found - expected) / np.linalg.norm(expected, axis=1, keepdims=True)).max() <= 1e-5
+        agreement = Agreement.of(found, expected)
+        table.record(f"projected {name}", model.path, model.encoder.precision, agreement)
+        assert agreement.difference <= MAX_DIFFERENCE
     engine.stop()
 
 

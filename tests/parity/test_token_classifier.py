@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, edit_json, ragged_documents, scoring_engine, without
+from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
@@ -92,7 +93,9 @@ def entities(scoring: Scoring, texts: list[str], **parameters: Any) -> list[Enti
 
 @pytest.mark.parametrize("labels", [BIO, PLAIN], ids=["bio", "plain"])
 @pytest.mark.parametrize("name", NAMES)
-def test_entities_equal_the_pipeline(name: str, labels: tuple[str, ...], engine: ScoringEngine, folders: Folders) -> None:
+def test_entities_equal_the_pipeline(
+    name: str, labels: tuple[str, ...], engine: ScoringEngine, folders: Folders, table: ParityTable
+) -> None:
     """Kinds, scores and offsets in code points, of texts with several bytes a character and several characters a grapheme."""
     folder = folders(name, labels)
     scoring = engine.load(folder, FAMILY)
@@ -100,7 +103,10 @@ def test_entities_equal_the_pipeline(name: str, labels: tuple[str, ...], engine:
     expected = expected_entities(folder, texts)
     assert sum(map(len, expected)) > 50
     assert {each["label"] for found in expected for each in found} == {label.rpartition("-")[2] for label in labels[1:]}
-    assert_equal(entities(scoring, texts), expected)
+    got = entities(scoring, texts)
+    assert_equal(got, expected)
+    pairs = [pair for both in zip(got, expected, strict=True) for pair in zip(*both, strict=True)]
+    scoring.record(table, f"token-classifier {name}", max(abs(ours["score"] - theirs["score"]) for ours, theirs in pairs))
 
 
 def test_a_text_past_the_limit_is_cut_as_the_pipeline_cuts_it(engine: ScoringEngine, folders: Folders) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, scoring_engine, sentence, without
+from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -65,7 +66,9 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "names"), KINDS)
-def test_every_label_has_the_share_of_the_pipeline(name: str, names: str, engine: ScoringEngine, folders: Folders) -> None:
+def test_every_label_has_the_share_of_the_pipeline(
+    name: str, names: str, engine: ScoringEngine, folders: Folders, table: ParityTable
+) -> None:
     """One of several labels, several at once, one alone; best first."""
     folder = folders(name, NAMES[names])
     scoring, reference = engine.load(folder, FAMILY), oracle(folder)
@@ -74,7 +77,10 @@ def test_every_label_has_the_share_of_the_pipeline(name: str, names: str, engine
         found = scoring.found(texts, labels=labels, multi_label=multi_label)
         expected = reference(texts, candidate_labels=labels, hypothesis_template=TEMPLATE, multi_label=multi_label)
         for ours, theirs in zip(found, expected, strict=True):
-            assert shares(ours) == pytest.approx(dict(zip(theirs["labels"], theirs["scores"], strict=True)), abs=MAX_DIFFERENCE)
+            exact = dict(zip(theirs["labels"], theirs["scores"], strict=True))
+            assert shares(ours) == pytest.approx(exact, abs=MAX_DIFFERENCE)
+            difference = max(abs(share - exact[label]) for label, share in shares(ours).items())
+            scoring.record(table, f"zero-shot {name}, {len(NAMES[names])} classes", difference)
             scores = list(shares(ours).values())
             assert scores == sorted(scores, reverse=True)
             assert math.isclose(sum(scores), 1, abs_tol=1e-6) or multi_label or len(labels) == 1

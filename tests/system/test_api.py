@@ -171,7 +171,7 @@ def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> 
     else:
         assert health["nats_url"].startswith("nats://127.0.0.1:")
         assert httpx.get(health["nats_monitor_url"] + "/healthz").status_code == 200
-        assert httpx.get(health["config_url"] + "/v1/configs/models").json()["models"][0]["model_id"] == MODEL
+        assert MODEL in [model["model_id"] for model in httpx.get(health["config_url"] + "/v1/configs/models").json()["models"]]
         assert httpx.get(health["config_url"] + "/v1/configs/export").status_code == 401
     assert client.get("/healthz").text == client.get("/readyz").text == "ok"
 
@@ -184,7 +184,7 @@ def test_an_unknown_model_is_refused_at_once_with_near_names(client: httpx.Clien
     elapsed_s = time.perf_counter() - started_s
     assert answer.status_code == 404
     assert answer.json()["code"] == "MODEL_NOT_FOUND"
-    assert answer.json()["error"]["suggestions"] == [MODEL]
+    assert answer.json()["error"]["suggestions"][0] == MODEL
     assert elapsed_s < 0.15
 
 
@@ -330,9 +330,9 @@ def test_the_sync_client(cluster: Cluster) -> None:
         several = client.encode(MODEL, [Item(text="Hello"), "World"])
         with pytest.raises(ModelNotFoundError) as caught:
             client.encode("all-minilm", "Hello")
-        assert [model["id"] for model in client.list_models()] == [MODEL]
+        assert MODEL in [model["id"] for model in client.list_models()]
     check_results(single, several)
-    assert caught.value.details["suggestions"] == [MODEL]
+    assert caught.value.details["suggestions"][0] == MODEL
 
 
 async def test_the_async_client(cluster: Cluster) -> None:

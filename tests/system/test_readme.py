@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import local_models
 import numpy as np
 import oracle
 import pytest
@@ -22,7 +24,11 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("readme"), "--no-spare") as cluster:
+    """The models that would be downloaded are small ones of their kinds here, under the same names."""
+    models = local_models.under(tmp_path_factory.mktemp("readme-models"))
+    for kind, name in (("cross", "BAAI/bge-reranker-v2-m3"), ("gliner", "urchade/gliner_multi-v2.1")):
+        models.add(kind, {**local_models.KINDS[kind](models.weights / kind), "id": name})
+    with running(tmp_path_factory.mktemp("readme"), "--no-spare", "--models-dir", str(models.folder)) as cluster:
         yield cluster
 
 
@@ -35,13 +41,23 @@ def test_the_curl_example_prints_the_vector(cluster: Cluster) -> None:
     assert oracle.cosines(np.array(values), oracle.encode(["What is deep learning?"])[0]) >= 0.999
 
 
-def test_the_python_example_prints_what_it_shows(cluster: Cluster) -> None:
-    (code,) = blocks("python")
+def run(code: str, cluster: Cluster) -> list[str]:
+    """The lines that a Python example prints."""
     script = code.replace("http://127.0.0.1:8080", cluster.url)
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
-    shape, timing = printed.strip().splitlines()
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+
+def test_the_python_example_prints_what_it_shows(cluster: Cluster) -> None:
+    shape, timing = run(blocks("python")[0], cluster)
     assert shape == "(384,) float32"
     assert re.fullmatch(r"\{'queue_ms': [\d.]+, 'inference_ms': [\d.]+, 'total_ms': [\d.]+\}", timing)
+
+
+def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) -> None:
+    ranked, found = map(ast.literal_eval, run(blocks("python")[1], cluster))
+    assert {item for item, _ in ranked} == {"item-0", "item-1"}
+    assert ranked[0][1] >= ranked[1][1]
+    assert all("Ada met Charles in London."[start:].startswith(text) and label in ("person", "place") for text, label, start in found)
 
 
 def test_the_example_of_the_start_message_works(cluster: Cluster) -> None:

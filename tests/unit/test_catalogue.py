@@ -729,6 +729,18 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
     assert len(base) == 16
 
 
+def test_the_fingerprint_of_weights_without_a_commit_is_that_of_their_files() -> None:
+    """W12: a folder of one's own may hold other weights tomorrow."""
+
+    def found(**weights: object) -> str:
+        return fingerprint(parse_entry({**msgspec.to_builtins(RICH), "weights": weights}), LoadOptions(), "float32")
+
+    first, second = {"model.safetensors": "1" * 64}, {"model.safetensors": "2" * 64}
+    assert len({found(path="/m"), found(path="/m", digests=first), found(path="/m", digests=second)}) == 3
+    pinned = {"hub": "org/model", "revision": "a" * 40}
+    assert found(**pinned, digests=first) == found(**pinned)
+
+
 def test_the_fingerprint_is_the_same_everywhere_and_always() -> None:
     """C7: a golden value; whoever changes how it is made changes every client's index."""
     assert fingerprint(entry(), LoadOptions(), "float32") == "526f6b4bbc25b313"

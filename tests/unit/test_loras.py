@@ -63,6 +63,29 @@ async def test_a_lora_is_loaded_once_and_its_answers_have_another_fingerprint(to
     assert right(await toy.ask("a"), "a")
 
 
+async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
+    """W12: what its folder holds may change under one name, and may have several names."""
+    toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}
+    prints = {name: (await toy.ask("a", name)).headers["x-sie-fingerprint"] for name in ("", "org/x", "org/copy", "org/y")}
+    assert prints["org/x"] == prints["org/copy"]
+    assert len(set(prints.values())) == 3
+    await toy.adapter.die()
+    toy.adapter.digests["org/x"] = "2"
+    assert (await toy.ask("a", "org/x")).headers["x-sie-fingerprint"] == prints["org/y"]
+
+
+async def test_the_name_of_a_lora_is_told_in_short(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a client's text."""
+    monkeypatch.setattr(loras, "HOLD_S", 0.05)
+    toy.adapter.hold_loads = False
+    await toy.ask("warm")
+    toy.adapter.hold_loads = True
+    answer = await toy.ask("a", "x" * 900)
+    assert answer.json()["code"] == "LORA_LOADING"
+    assert answer.json()["error"]["lora_id"] == "x" * 200
+    assert "x" * 201 not in answer.text
+
+
 async def test_only_equal_loras_share_a_batch(toy: Toy) -> None:
     await asyncio.gather(*(toy.ask("warm", lora) for lora in ("", "org/x", "org/y")))
     toy.adapter.hold_batches = True

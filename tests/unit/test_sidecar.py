@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from sie_contracts import ipc
+from sie_contracts import ipc, messages
 from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import ArraySlice, Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_sidecar.batch import BatchKey, Job, Waiting
 from sie_sidecar.hosting import Hosting
 from sie_sidecar.lease import Leases
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.settlement import Settlement
 
 
 @dataclass
@@ -67,3 +70,37 @@ async def test_a_remembered_failure_is_told_anew_each_time() -> None:
         depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert link.loads == 1
     assert depths[1:] == [depths[1]] * 4
+
+
+class _Inbox:
+    """A broker that takes small messages, with a gateway that confirms each."""
+
+    max_payload = 1000
+
+    def __init__(self) -> None:
+        self.taken: list[WorkResult] = []
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        self.taken.append(messages.decode_result(data))
+        return messages.encode(Confirmation("taken"))
+
+
+@dataclass
+class _Acked(Delivered):
+    acks: int = 0
+
+    async def ack(self) -> None:
+        self.acks += 1
+
+
+async def test_a_result_that_no_message_holds_is_told_with_the_limit() -> None:
+    """Not as a failure of ours: the client can ask for less of it."""
+    leases, inbox, delivery = Leases(10.0, lambda: True, lambda: 0.0), _Inbox(), _Acked(1, b"")
+    item = WorkItem("r", 0, "m", "v", "encode", (Input("a"), Input("b")), RunOptions(), "inbox", 1000)
+    vector = Ok({"multivector": ArraySlice("<f4", (125, 2), 0)}, 9)
+    settlement = Settlement(inbox, leases, Metrics(), lambda: 0.0)  # type: ignore[arg-type]
+    await settlement.answer(leases.hold(delivery), item, WorkResult("r", 0, "w", (vector, vector), bytes(2000)), 10.0)  # type: ignore[arg-type]
+    (result,) = inbox.taken
+    assert [outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)] == ["PAYLOAD_TOO_LARGE"] * 2
+    assert all(isinstance(outcome, Failed) and outcome.error.extras == {"limit": 1000} for outcome in result.outcomes)
+    assert delivery.acks == 1

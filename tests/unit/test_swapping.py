@@ -46,17 +46,18 @@ class Worker:
         catalogue = Catalogue({name: toy_entry(name) for name in ("toy/a", "toy/b")})
         self.a, self.b = (self.hosting.of(catalogue.resolve(name)) for name in ("toy/a", "toy/b"))
 
-    async def run(self, hosted: Hosted, running_s: float = 0.002) -> str:
-        """One work item; returns the model that was loaded while it ran, at its start and end."""
-        self.hosting.take(hosted)
+    async def run(self, hosted: Hosted, running_s: float = 0.002, items: int = 1) -> str:
+        """Work items that came together; returns the model that was loaded while they ran, at their start and end."""
+        self.hosting.take(hosted, items)
         try:
-            await self.hosting.ensure(hosted)
+            await self.hosting.ensure(hosted, items)
             before = self.link.loaded
             await asyncio.sleep(running_s)  # the forward pass
             assert self.link.loaded == before
             return before
         finally:
-            self.hosting.let_go(hosted)
+            for _ in range(items):
+                self.hosting.let_go(hosted)
 
 
 @pytest.mark.parametrize("variable", [{"SIE_SWAP_AFTER_MS": "30"}, {"SIE_SWAP_AFTER_MS": "400"}])
@@ -88,8 +89,8 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
     ran = {"toy/a": 0, "toy/b": 0}
 
     async def client(hosted: Hosted) -> None:
-        for _ in range(60):
-            assert await worker.run(hosted) == hosted.name
+        for number in range(60):
+            assert await worker.run(hosted, items=1 + number % 3) == hosted.name
             ran[hosted.name] += 1
 
     async with asyncio.timeout(20):
@@ -120,3 +121,50 @@ async def test_a_model_that_is_too_large_for_an_empty_device_is_refused() -> Non
     worker.link.ensure_ready = refuse  # type: ignore[method-assign]
     with pytest.raises(ModelLoadFailed, match="no memory"):
         await worker.run(worker.a)
+
+
+async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() -> None:
+    """Neither is refused because of the other, whichever the adapter had begun first; and none is asked for again and again."""
+    worker = Worker(0.02)
+    asked: list[str] = []
+    inside = 0
+    ensure_ready = worker.link.ensure_ready
+
+    async def one_at_a_time(question: ipc.EnsureReady) -> ipc.Ready:
+        nonlocal inside
+        asked.append(question.model)
+        inside += 1
+        try:
+            await asyncio.sleep(0)  # both are asked for, and both run out of memory
+            if inside > 1:
+                await asyncio.sleep(0)
+                raise ModelLoadFailed("no memory", extras={"error_class": "OOM"})
+            return await ensure_ready(question)
+        finally:
+            inside -= 1
+
+    worker.link.ensure_ready = one_at_a_time  # type: ignore[method-assign]
+    async with asyncio.timeout(5):
+        assert await asyncio.gather(worker.run(worker.a), worker.run(worker.b)) == ["toy/a", "toy/b"]
+    assert len(asked) <= 6
+
+
+async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> None:
+    worker = Worker(1000.0)
+    asked = 0
+    ensure_ready = worker.link.ensure_ready
+
+    async def in_use(question: ipc.EnsureReady) -> ipc.Ready:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            return await ensure_ready(question)
+        assert question.evictable == ("toy/a",)
+        await worker.run(worker.a, 0.0)  # and it is idle again before the answer comes
+        raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM"})
+
+    async with asyncio.timeout(5):
+        await worker.run(worker.a)
+        worker.link.ensure_ready = in_use  # type: ignore[method-assign]
+        assert await worker.run(worker.b) == "toy/b"
+    assert asked == 2

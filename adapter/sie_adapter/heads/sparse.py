@@ -34,7 +34,10 @@ class MaskedLanguageHead:
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         rows: list[Row] = []
         usable: list[Tensor] = []
+        waiting: list[Tensor] = []
         block = max(1, BLOCK_BYTES // (self._vocabulary * 4))
+        # counting the entries of a row waits for a GPU: for as many rows as may be at once, while a CPU has those of a block in its cache
+        most = 1 if states.hidden.device.type == "cpu" else _rows_at_once(self._vocabulary)
         for part in _blocks(states.packed.lengths[sequences], block):
             chosen = sequences[part]
             if len(chosen) == 1 and states.packed.lengths[chosen[0]] > block:
@@ -42,13 +45,22 @@ class MaskedLanguageHead:
             else:
                 peaks = self._short(states, chosen)
             usable.append(torch.isfinite(peaks).all(1))
-            rows += self._activated(peaks)
+            waiting.append(peaks)
+            if sum(map(len, waiting)) >= most:
+                rows += self._activated(torch.cat(waiting))
+                waiting = []
+        if waiting:
+            rows += self._activated(torch.cat(waiting))
         return Reduced(rows, torch.cat(usable))
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
         spans = [states.span(int(sequence)) for sequence in chosen]
         logits = self._head(torch.cat([states.hidden[span] for span in spans])[None])[0].float()
-        parts = logits.split([span.stop - span.start for span in spans])
+        lengths = [span.stop - span.start for span in spans]
+        if logits.device.type == "cuda":  # one kernel for all
+            offsets = to_device(np.cumsum([0, *lengths]), logits.device)
+            return torch.segment_reduce(logits, "max", offsets=offsets)
+        parts = logits.split(lengths)
         return torch.stack([part.amax(0) for part in parts])
 
     def _long(self, states: States, sequence: int, block: int) -> Tensor:
@@ -63,8 +75,12 @@ class MaskedLanguageHead:
         if self._twice:
             weights.log1p_()
         weights.index_fill_(1, self._dropped, 0.0)
-        # the places of the entries take 16 bytes each, four times what the entries do
-        return [row for part in weights.split(max(1, 2 * BLOCK_BYTES // (16 * self._vocabulary))) for row in _rows(part)]
+        return [row for part in weights.split(_rows_at_once(self._vocabulary)) for row in _rows(part)]
+
+
+def _rows_at_once(vocabulary: int) -> int:
+    """The places of the entries take 16 bytes each, four times what the entries do."""
+    return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
 
 def _rows(weights: Tensor) -> list[Row]:

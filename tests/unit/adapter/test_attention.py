@@ -164,11 +164,12 @@ class Layer(torch.nn.Module):
     is_causal = False
 
 
-def attend(mask: MaskRequest, **changes: Any) -> None:
+def attend(mask: MaskRequest, trial: Trial | None = None, **changes: Any) -> None:
     query, key, value, bounds = (tensor[None].transpose(1, 2) if tensor.ndim == 3 else tensor for tensor in tensors(2, 2, torch.float32))
     packed_attention(
-        Layer(), query, key, value, mask, sie_bounds=bounds, sie_layout=layout(Kernel.SDPA), sie_trial=Trial(), scaling=0.25, **changes
-    )
+        Layer(), query, key, value, mask, sie_bounds=bounds, sie_layout=layout(Kernel.SDPA), sie_trial=trial or Trial(), scaling=0.25,
+        **changes,
+    )  # fmt: skip
 
 
 def test_keywords_that_would_change_the_numbers_are_refused() -> None:
@@ -186,6 +187,19 @@ def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
             attend(MaskRequest(masks.bidirectional_mask_function, None), **changes)
     attend(MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7), sliding_window=8)
     attend(MaskRequest(masks.causal_mask_function, None), is_causal=True)
+
+
+def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all_do() -> None:
+    """W3: stock attention computes what the mask shows. Bidirectional Mistral: 64 keys on each side for a window of 64."""
+    trial, window = Trial(), MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7)
+    attend(window, trial, sliding_window=7)
+    attend(MaskRequest(masks.bidirectional_mask_function, None), trial)
+    assert trial.edge() == 1
+    attend(window, trial, sliding_window=8)
+    with pytest.raises(AttentionUnsupported, match=r"\[0, 1\] keys more"):
+        trial.edge()
+    with pytest.raises(AttentionUnsupported, match="its mask says"):
+        attend(window, sliding_window=7, is_causal=True)
 
 
 def test_a_padding_mask_never_reaches_the_packed_path() -> None:

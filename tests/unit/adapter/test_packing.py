@@ -57,6 +57,13 @@ def test_items_are_filled_up_at_their_end(attended: bool) -> None:
         assert filled.visible.tolist() == [1, 3, 0, 2]
 
 
+def test_a_batch_in_which_nothing_is_filled_up_keeps_the_kernels_for_all_sequences_at_once() -> None:
+    """They count windows from the last token, so what is visible in part runs on others."""
+    filled = expanded(as_items([[1, 2], [3, 4, 5]]), np.array([2, 1]), 9, attended=False)
+    assert filled.visible is None
+    assert filled.ids.tolist() == [1, 2, 3, 4, 5]
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=30))
 def test_a_group_has_one_length_and_one_visible_part(sizes: list[tuple[int, int]]) -> None:
     batch = expanded(as_items([[7] * length for length, _ in sizes]), np.array([wanted for _, wanted in sizes]), 9, attended=False)
@@ -64,13 +71,13 @@ def test_a_group_has_one_length_and_one_visible_part(sizes: list[tuple[int, int]
     covered = [(length, visible) for _, sequences, length, visible in packed.groups.tolist() for _ in range(sequences)]
     assert covered == sorted((max(size), size[0]) for size in sizes)
     assert len(packed.groups) == len(set(covered))
-    assert packed.visible is not None
+    assert (packed.visible is None) == all(length >= wanted for length, wanted in sizes)
     for row, item in enumerate(packed.order):
         place = slice(packed.bounds[row], packed.bounds[row + 1])
         length, wanted = sizes[item]
         assert packed.ids[place].tolist() == [7] * length + [9] * max(0, wanted - length)
         assert packed.positions[place].tolist() == list(range(max(length, wanted)))
-        assert packed.visible[row] == length
+        assert packed.visible is None or packed.visible[row] == length
 
 
 def test_chosen_items_alone_are_packed() -> None:

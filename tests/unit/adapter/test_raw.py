@@ -70,7 +70,9 @@ class Letters:
     def _found(self, text: str, option: ExtractOptions) -> dict[str, Any] | SIEError:
         if text == "bad":
             return InferenceFailed("bad", reason="their_own")
-        entities = [{"text": label, "start": text.index(label)} for label in option.labels if label in text]
+        entities: list[dict[str, Any]] = [{"text": label, "start": text.index(label)} for label in option.labels if label in text]
+        if text == "nan":
+            entities.append({"score": NAN})
         return {"entities": entities, "threshold": option.threshold, "flat": option.parameters.get("flat_ner")}
 
 
@@ -139,9 +141,9 @@ def test_the_texts_of_a_group_are_scored_against_its_first() -> None:
 def test_all_groups_are_extracted_from_in_one_call() -> None:
     family = Letters()
     first = RunOptions(labels=("b", "a"), threshold=0.5, parameters={"flat_ner": True})
-    done = run("extract", ["ab", "bad", "xa"], Group(0, 2, first), Group(2, 3, RunOptions(labels=("a",))), family=family)
-    assert family.calls == [("ab", "bad", "xa")]
-    assert reasons(done) == ["", "their_own", ""]
+    done = run("extract", ["ab", "bad", "xa", "nan"], Group(0, 2, first), Group(2, 4, RunOptions(labels=("a",))), family=family)
+    assert family.calls == [("ab", "bad", "xa", "nan")]
+    assert reasons(done) == ["", "their_own", "", "non_finite"]
     assert [outcome.data for outcome in done.outcomes if isinstance(outcome, Ok)] == [
         {"entities": [{"text": "b", "start": 1}, {"text": "a", "start": 0}], "threshold": 0.5, "flat": True},
         {"entities": [{"text": "a", "start": 1}], "threshold": None, "flat": None},

@@ -226,6 +226,46 @@ def test_the_sidecar_hears_once_what_went_unasked() -> None:
     assert world.residency.idle(()) == ()
 
 
+def test_the_sidecar_hears_of_what_went_for_a_load_that_was_refused() -> None:
+    world = World(sizes={"a": 400, "b": 1200}, known=True)
+    world.ensure("a")
+    with pytest.raises(ModelLoadFailed):
+        world.ensure("b", evictable=("a",))
+    assert world.loaded() == []
+    assert world.residency.idle(()) == ("a",)
+
+
+@pytest.mark.timeout(20)
+def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
+    world = World()
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        begun.set()
+        go.wait(10)
+        raise load_failed("OOM", "too little memory")  # an end is an end, whatever it is
+
+    world.during_load = wait
+
+    def load() -> None:
+        with pytest.raises(ModelLoadFailed):
+            world.ensure("a")
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    begun.wait(10)
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(world.residency.make_room()))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    go.set()
+    waiting.join()
+    loading.join()
+    assert answers == [True]
+    assert not world.residency.make_room()
+
+
 def test_the_latest_word_on_what_is_idle_counts() -> None:
     world = World(sizes={"a": 500, "b": 500})
     world.ensure("a")

@@ -1,0 +1,43 @@
+"""Tests of the CUDA path: collected everywhere, skipped without a CUDA device. `--cuda-table FILE` writes the worst values there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+Record = Callable[[str, str, str, float], None]
+_HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cuda-table", metavar="FILE", help="write the table of worst cosines on CUDA there")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def record(request: pytest.FixtureRequest) -> Iterator[Record]:
+    """Notes (what, attention in force, precision, cosine); the worst cosine of each is kept."""
+    worst: dict[tuple[str, str, str], float] = {}
+
+    def note(what: str, attention: str, precision: str, cosine: float) -> None:
+        worst[what, attention, precision] = min(cosine, worst.get((what, attention, precision), 1.0))
+
+    yield note
+    # absent where this file was not read before the command line was parsed
+    if target := request.config.getoption("cuda_table", default=None):
+        rows = [f"| {' | '.join(key)} | {cosine:.7f} |" for key, cosine in sorted(worst.items())]
+        head = [
+            f"# Parity on CUDA\n\n{torch.cuda.get_device_name()}, torch {torch.__version__}, against float32 on a CPU.\n",
+            "| output | attention | precision | worst cosine |\n|---|---|---|---|",
+        ]
+        Path(target).write_text("\n".join([*head, *rows, ""]))

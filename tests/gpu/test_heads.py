@@ -1,0 +1,170 @@
+"""Sparse, multivector and score heads and their epilogues on CUDA equal those of the engine in float32 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu.conftest import Record
+from oracle import cosines
+from parity import heads_checkpoints as checkpoints
+from parity.checkpoints import MAX_TOKENS, WIDTH, dense
+from parity.heads_engine import Array, HeadsEngine, HeadsModel
+from parity.score_checkpoints import QWEN3_ENTRY, Scoring, ScoringEngine, build_head, build_reranker, ragged_documents, tau
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+from sie_adapter.engine import Engine
+from sie_contracts.muvera import Muvera
+from sie_contracts.settings import Settings
+
+CUDA = torch.device("cuda")
+OUT = 24
+LEAST_COSINE = {"float32": 0.9999, "float16": 0.999}
+MOST_DIFFERENCE = {"float32": 1e-4, "float16": 2e-2}  # of a probability
+MIN_TAU = {"float32": 0.98, "float16": 0.9}  # of a few close scores
+
+
+class CudaHeads(HeadsEngine):
+    """The engine of the heads' parity tests on the GPU."""
+
+    def __init__(self) -> None:
+        self._engine = Engine(Settings(device=CUDA.type))
+
+
+class CudaScores(ScoringEngine):
+    """The engine of the scores' parity tests on the GPU."""
+
+    def __init__(self) -> None:
+        self._engine = Engine(Settings(device=CUDA.type))
+
+
+@pytest.fixture(scope="module")
+def heads() -> Iterator[tuple[HeadsEngine, HeadsEngine]]:
+    """On the CPU and on CUDA."""
+    engines = (HeadsEngine(), CudaHeads())
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def scores() -> Iterator[tuple[ScoringEngine, ScoringEngine]]:
+    """On the CPU and on CUDA."""
+    engines = (ScoringEngine(), CudaScores())
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
+def both(heads: tuple[HeadsEngine, HeadsEngine], folder: Path, outputs: dict[str, int], precision: str, **entry: Any) -> list[HeadsModel]:
+    """The model in float32 on the CPU, and in `precision` on CUDA."""
+    return [
+        engine.load(folder, outputs, max_tokens=MAX_TOKENS, precision=each, **entry)
+        for engine, each in zip(heads, ("float32", precision), strict=True)
+    ]
+
+
+def full(rows: list[dict[str, Array]], width: int) -> Array:
+    """Sparse rows as [texts, vocabulary], with a constant so that an empty one has a direction."""
+    found = np.zeros((len(rows), width + 1))
+    found[:, width] = 0.1
+    for vector, row in zip(found, rows, strict=True):
+        vector[row["sparse.indices"]] = row["sparse.values"]
+    return found
+
+
+@pytest.mark.parametrize("precision", LEAST_COSINE)
+@pytest.mark.parametrize("architecture", ["bert", "modernbert", "mpnet"])
+def test_sparse_vectors(architecture: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record) -> None:
+    """Short texts in blocks and those longer than a block, packed and padded."""
+    folder = checkpoints.masked(tmp_path / "model", architecture)
+    width = len(AutoTokenizer.from_pretrained(folder))
+    expected, got = (
+        full(model.encode(checkpoints.texts(), "sparse"), width) for model in both(heads, folder, {"sparse": width}, precision)
+    )
+    found = cosines(got, expected)
+    record(f"sparse {architecture}", "", precision, float(found.min()))
+    assert found.min() >= LEAST_COSINE[precision]
+
+
+def test_queries_without_a_pass_score_documents_on_the_device(heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path) -> None:
+    """Their rows are made on the host, those of documents on the device."""
+    folder = checkpoints.idf(checkpoints.masked(tmp_path / "model", "bert"))
+    outputs = {"sparse": len(AutoTokenizer.from_pretrained(folder)), "score": 0}
+    models = both(heads, folder, outputs, "float32", head={"query_encoder": "idf"})
+    found = [full(model.encode(checkpoints.texts(16), "sparse", is_query=True), outputs["sparse"]) for model in models]
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+    scored = [model.score("river query vector", checkpoints.texts(16), "sparse") for model in models]
+    np.testing.assert_allclose(scored[1], scored[0], rtol=1e-3, atol=1e-4)
+
+
+MULTIVECTOR: dict[str, Callable[[Path], Path]] = {
+    # 24 to 48 tokens of filling that are not seen; in local layers most of it is out of sight of every word
+    "expanded": lambda folder: checkpoints.pylate(folder, checkpoints.with_markers("bert"), [dense(WIDTH, OUT)], {"query_length": 48}),
+    "attended": lambda folder: checkpoints.pylate(
+        folder, checkpoints.with_markers("bert"), [dense(WIDTH, OUT)], {"query_length": 48, "attend_to_expansion_tokens": True}
+    ),
+    "expanded windows": lambda folder: checkpoints.pylate(
+        folder, checkpoints.with_markers("modernbert narrow"), [dense(WIDTH, OUT)], {"query_length": 64}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", LEAST_COSINE)
+@pytest.mark.parametrize("name", MULTIVECTOR)
+def test_late_interaction(name: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record) -> None:
+    """Token vectors of queries and documents, scores, MUVERA."""
+    folder = MULTIVECTOR[name](tmp_path / "model")
+    models = both(heads, folder, {"multivector": OUT}, precision)
+    texts = checkpoints.texts(24)
+    for is_query in (True, False):
+        found = [[row["multivector"] for row in model.encode(texts, "multivector", is_query=is_query)] for model in models]
+        assert [len(row) for row in found[0]] == [len(row) for row in found[1]]
+        cosine = float(np.mean(cosines(np.concatenate(found[1]), np.concatenate(found[0]))))
+        record(f"multivector {name}", "", precision, cosine)
+        assert cosine >= LEAST_COSINE[precision]
+    expected, got = (model.score("a river (near) the mountain", texts, "multivector") for model in models)
+    assert tau(list(expected), list(got)) >= MIN_TAU[precision]
+    if precision == "float32":  # a token near a plane may fall to its other side in 16 bit
+        options = {"muvera": Muvera(), "is_query": False}
+        encoded = [np.stack([row["dense"] for row in model.encode(texts, "dense", **options)]) for model in models]
+        filled = np.linalg.norm(encoded[0], axis=1) > 0
+        assert cosines(encoded[1][filled], encoded[0][filled]).mean() >= LEAST_COSINE[precision]
+
+
+@pytest.mark.parametrize("precision", MOST_DIFFERENCE)
+@pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3 causal"])
+def test_cross_encoders(name: str, precision: str, scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
+    folder = build_head(tmp_path / "model", name, AutoModelForSequenceClassification)
+    compare(scores, folder, "cross-encoder", precision)
+
+
+@pytest.mark.parametrize("precision", MOST_DIFFERENCE)
+def test_decoder_rerankers(precision: str, scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
+    folder = build_reranker(tmp_path / "model", "qwen3 causal")
+    compare(scores, folder, "decoder-reranker", precision, **QWEN3_ENTRY)
+
+
+def compare(scores: tuple[ScoringEngine, ScoringEngine], folder: Path, family: str, precision: str, **entry: Any) -> None:
+    documents = ragged_documents(40)
+    models: list[Scoring] = [
+        engine.load(folder, family, each, **entry) for engine, each in zip(scores, ("float32", precision), strict=True)
+    ]
+    expected, got = (np.array(model.scores("which river is it", documents)) for model in models)
+    assert np.abs(got - expected).max() <= MOST_DIFFERENCE[precision]
+
+
+def test_entities(scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
+    """Spans and labels are equal, scores nearly."""
+    labels = ("O", "B-PER", "I-PER", "B-LOC")
+    folder = build_head(tmp_path / "model", "bert", AutoModelForTokenClassification, labels)
+    expected, got = (engine.load(folder, "token-classifier").found(ragged_documents(24)) for engine in scores)
+    for left, right in zip(expected, got, strict=True):
+        spans = [[(each["label"], each["start"], each["end"]) for each in side["entities"]] for side in (left, right)]
+        assert spans[0] == spans[1]
+        for one, other in zip(left["entities"], right["entities"], strict=True):
+            assert abs(one["score"] - other["score"]) <= MOST_DIFFERENCE["float32"]

@@ -1,0 +1,36 @@
+"""docs/parity.md is the page that a run of these tests writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parity.checkpoints import ARCHITECTURES
+from parity.table import ORACLES, Agreement, ParityTable, Scores
+
+from sie_contracts.runtime.feed import packaged_catalogue
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+
+
+def test_a_cell_keeps_the_worst_of_each_number() -> None:
+    table = ParityTable()
+    for cosine, difference in ((0.99, 1e-3), (0.999, 2e-3)):
+        table.record("dense toy", "packed", "bfloat16", Agreement(cosine, difference, 0.0))
+    for difference, tau in ((3e-6, None), (2e-6, 0.98), (1e-6, 0.99)):
+        table.record("gliner toy", "padded", "float32", Scores(difference, tau))
+    rows = table.markdown({"org/model": "its code is remote"}).splitlines()
+    assert f"| dense toy | - | cos 0.9900000, Δ 2e-03 | - | - | - | {ORACLES['dense']} |" in rows
+    assert f"| gliner toy | - | - | Δ 3e-06, tau 0.980 | - | - | {ORACLES['gliner']} |" in rows
+    assert rows[-1] == "| org/model | its code is remote |"
+
+
+def test_the_page_has_every_architecture_and_every_kind() -> None:
+    for kind in (*(f"dense {name}" for name in ARCHITECTURES), *(f"{oracle} " for oracle in ORACLES)):
+        assert f"\n| {kind}" in PAGE
+
+
+def test_the_page_lists_every_entry_that_is_unproven_with_its_reason() -> None:
+    """Regenerate it: python -m pytest tests/parity --parity-table docs/parity.md."""
+    unproven = {f"| {model} | {entry.unproven} |" for model, entry in packaged_catalogue().entries.items() if entry.unproven}
+    assert unproven
+    assert {line for line in PAGE.partition("## Unproven")[2].splitlines() if line.startswith("| ")} - {"| model | reason |"} == unproven

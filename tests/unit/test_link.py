@@ -1,0 +1,103 @@
+"""The connections to an adapter: what is given up, or too large, takes nothing else with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_adapter import FakeAdapter, toy_entry, vector_of
+from inprocess import until
+
+import sie_sidecar.link as links
+from sie_contracts import ipc
+from sie_contracts.errors import PayloadTooLarge
+from sie_contracts.runtime.process import Stop
+from sie_sidecar.link import AdapterGone, AdapterLink
+
+Linked = tuple[AdapterLink, FakeAdapter]
+
+
+@pytest.fixture
+async def linked(tmp_path: Path) -> AsyncIterator[Linked]:
+    """A link of two batch connections to an adapter that holds toy/one. What no task ever looked at fails the test."""
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+    adapter = await FakeAdapter(tmp_path / "a.sock").start()
+    link = AdapterLink(adapter.path, size=2, ping_s=60.0, stale_s=120.0, clock=time.monotonic)
+    stop = Stop()
+    running = asyncio.create_task(link.run(stop))
+    await asyncio.wait_for(link.wait_connected(), 10)
+    entry = toy_entry()
+    await link.ensure_ready(ipc.EnsureReady(entry.id, {"id": entry.id, "weights": {"path": "/toy"}, "family": "toy",
+                                                       "outputs": {"dense": 8}, "max_tokens": 512}))  # fmt: skip
+    yield link, adapter
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await adapter.stop()
+    gc.collect()
+    assert unseen == []
+
+
+def batch(ids: int = 1, name: str = "b") -> ipc.RunBatch:
+    lengths = ids.to_bytes(4, "little")
+    return ipc.RunBatch(name, "toy/one", "encode", lengths, bytes(4 * ids), (ipc.Group(0, 1),))
+
+
+async def answered(link: AdapterLink) -> None:
+    done = await link.run_batch(batch(), lambda: None)
+    assert done.block == vector_of([0]).tobytes()
+
+
+async def test_a_batch_that_the_adapter_would_not_read_is_refused_before_it_is_sent(linked: Linked) -> None:
+    link, adapter = linked
+    with pytest.raises(PayloadTooLarge) as raised:
+        await link.run_batch(batch(ipc.MAX_REQUEST_BYTES // 4), lambda: None)
+    assert raised.value.extras == {"limit": ipc.MAX_REQUEST_BYTES}
+    connections = adapter.connections
+    await answered(link)
+    assert adapter.connections == connections, "the link was not lost"
+
+
+async def test_a_question_that_is_given_up_leaves_no_task_and_the_link_is_made_again(linked: Linked) -> None:
+    """Its answer might still come, so the connection cannot be used any more."""
+    link, adapter = linked
+    adapter.freeze()
+    before = asyncio.all_tasks()
+    asked = asyncio.create_task(link.ask(ipc.Ping()))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until(lambda: asyncio.all_tasks() <= before, "no task is left")
+    await until(lambda: not link.connected, "the link is given up")
+
+
+async def test_an_adapter_that_does_not_answer_a_question_is_gone(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, adapter = linked
+    monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 0.05)
+    adapter.freeze()
+    with pytest.raises(AdapterGone, match="no answer"):
+        await link.ask(ipc.Ping())
+    await until(lambda: not link.connected, "the link is given up")
+
+
+async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Linked) -> None:
+    link, adapter = linked
+    adapter.hold_batches = True
+    running = [asyncio.create_task(link.run_batch(batch(name=str(number)), lambda: None)) for number in range(2)]
+    await adapter.until(lambda adapter: adapter.running == 2, "both connections are taken")
+    waiting = asyncio.create_task(link.run_batch(batch(name="waiting"), lambda: None))
+    await asyncio.sleep(0)
+    before = asyncio.all_tasks() - {waiting}
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    adapter.let_go()
+    await asyncio.gather(*running)
+    assert all(task.done() or task in before for task in asyncio.all_tasks() | {waiting})
+    await asyncio.gather(*(answered(link) for _ in range(4)))
+    assert link.connected

@@ -1,0 +1,163 @@
+"""What one request may make of a work item: rows, text and tokens are bounded before they are made, and only their own item is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fake_adapter import FakeAdapter, ids_of, texts_of, vector_of
+from inprocess import InProcess, until
+from parity import tokenizer_recipes as recipes
+
+from sie_contracts.ipc import MAX_REQUEST_BYTES, Layout, Rows
+from sie_contracts.messages import Input, RunOptions
+from sie_sidecar import rows
+from sie_sidecar.rows import Made, Work, effort_of, make, offsets_of, reached
+from sie_sidecar.tokens import INLINE_CHARACTERS, ModelTokenizer
+
+TOKENIZER = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
+LABELS = tuple(f"label {number}" for number in range(1000))
+BESIDE_QUERY = (("find ",), ("", "query", " in ", "document", " ?"))
+
+
+def work(*texts: str, query: str | None = None, **options: Any) -> Work:
+    return Work([Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options))
+
+
+def ids(made: Made) -> list[list[int]]:
+    return [row.ids.tolist() for row in made.rows]
+
+
+@pytest.mark.parametrize(
+    ("layout", "excess", "named"),
+    [
+        ("hypotheses", work(*["a"] * 66, labels=LABELS), "66 items with 1000 labels"),
+        ("hypotheses", work("a", labels=LABELS, parameters={"hypothesis_template": "x" * 34_000 + "{}"}), "characters"),
+        ("text", work(*["a"] * 2048, prefix="p" * 20_000), "characters"),
+        ("sides", work(*["a"] * 2048, query="q", suffix="s" * 20_000), "characters"),
+        ("pieces", work(*["a"] * 2048, query="q" * 20_000, pieces=BESIDE_QUERY), "characters"),
+    ],
+)
+def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(layout: Layout, excess: Work, named: str) -> None:
+    """A product of what a client sends: each factor alone fits a message."""
+    mate = work("paper river", "music", query="who", labels=("one", "two"), pieces=BESIDE_QUERY)
+    before, refused, after = make(TOKENIZER, Rows(layout), [mate, excess, mate])
+    (alone,) = make(TOKENIZER, Rows(layout), [mate])
+    assert ids(before) == ids(after) == ids(alone) != []
+    assert refused.rows == []
+    assert refused.error is not None
+    assert (refused.error.code, refused.error.reason) == ("INVALID_INPUT", "too_many_tokens")
+    assert named in refused.error.message
+    assert not {"pp", "qq", "ss", "xx", "label 1"} & {refused.error.message[at : at + 7].strip() for at in range(99)}
+
+
+def test_labels_times_long_texts_are_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the rows would have after truncation, exactly."""
+    item = work("paper river " * 60, "music", labels=LABELS[:20])
+    (made,) = make(TOKENIZER, Rows("hypotheses"), [item])
+    tokens = sum(len(row.ids) for row in made.rows)
+    monkeypatch.setattr(rows, "MOST_TOKENS", tokens)
+    assert ids(make(TOKENIZER, Rows("hypotheses"), [item])[0]) == ids(made)
+    monkeypatch.setattr(rows, "MOST_TOKENS", tokens - 1)
+    (refused,) = make(TOKENIZER, Rows("hypotheses"), [item])
+    assert refused.error is not None
+    assert str(tokens) in refused.error.message
+
+
+def test_the_bounds_fit_the_frame_that_an_adapter_reads() -> None:
+    """Ids, types and lengths of the most that is made of one work item."""
+    assert 5 * rows.MOST_TOKENS + 4 * rows.MOST_ROWS < MAX_REQUEST_BYTES
+
+
+def test_no_labels_are_an_error_of_their_own_item() -> None:
+    without, made = make(TOKENIZER, Rows("hypotheses"), [work("a"), work("a", labels=("b",))])
+    assert without.error is not None
+    assert without.error.reason == "labels_required"
+    assert len(made.rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "item"),
+    [
+        ("text", work("a", prefix="p" * INLINE_CHARACTERS)),
+        ("text", work(*["a"] * 64)),
+        ("hypotheses", work("a", labels=LABELS[:50])),
+        ("pieces", work(*"abcdefgh", query="q" * 130, pieces=BESIDE_QUERY)),
+    ],
+)
+def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout: Layout, item: Work) -> None:
+    assert effort_of(Rows(layout), item) > INLINE_CHARACTERS
+    assert effort_of(Rows("text"), work("p" * 900)) <= INLINE_CHARACTERS
+
+
+def test_text_that_travels_beside_few_tokens_has_its_cost() -> None:
+    """White space has no tokens, and still it is what a frame holds."""
+    blank = " " * (1 << 20)
+    for layout in ("raw", "spans"):
+        (made,) = make(TOKENIZER, Rows(layout), [work(f"a{blank}b")])
+        assert made.rows[0].cost == (1 << 20) // rows.COST_CHARACTERS
+        (short,) = make(TOKENIZER, Rows(layout), [work("paper river")])
+        assert short.rows[0].cost == len(short.rows[0].ids)
+
+
+@pytest.mark.parametrize("truncate", ["END", "START", "NONE"])
+def test_only_what_the_tokens_reach_of_a_cut_text_is_sent(truncate: str) -> None:
+    texts = ["paper river music " * 500, "paper river"]
+    (made,) = make(TOKENIZER, Rows("spans"), [work(*texts, truncate=truncate)])
+    sent = reached(texts, made.rows)
+    places = np.frombuffer(offsets_of(made.rows[:1]), np.int32).reshape(-1, 2)
+    inside = places[places[:, 0] >= 0]
+    assert [sent[0][start:end] for start, end in inside] == [texts[0][start:end] for start, end in inside]
+    assert all(sent[0][start:end] for start, end in inside)
+    assert len(sent[0]) == inside[-1, 1]
+    assert (len(sent[0]) < 1000) == (truncate != "START")
+    assert sent[1] == texts[1]
+
+
+async def test_a_refused_work_item_is_answered_and_the_worker_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_CHARACTERS", 100)
+    async with InProcess(tmp_path) as cluster:
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
+        refused = await gateway.encode("canary " * 20)
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "too_many_tokens")
+        assert "canary" not in refused.text
+        right(await gateway.encode("short"), "short")
+        await let_go(cluster, sidecar.worker)
+
+
+async def let_go(cluster: InProcess, worker: str) -> None:
+    """Until a heartbeat that is yet to come says that nothing is held."""
+    seen = len(cluster.beats)
+    await until(lambda: any(beat.worker == worker and not beat.queue_depth for beat in cluster.beats[seen:]), "nothing held")
+
+
+def right(answer: httpx.Response, text: str) -> None:
+    assert answer.status_code == 200, answer.text
+    np.testing.assert_allclose(answer.json()["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
+
+
+class Refusing(FakeAdapter):
+    """Closes the connection on a batch that holds `poison`, before it says that it has begun."""
+
+    async def _run(self, batch: Any, writer: Any) -> None:
+        if "poison" in texts_of(batch):
+            writer.close()
+            raise EOFError
+        await super()._run(batch, writer)
+
+
+async def test_work_that_no_adapter_takes_ends_with_its_budget(tmp_path: Path) -> None:
+    """It is nobody's suspect, for the device never had it; so only its budget keeps it from going round for ever."""
+    async with InProcess(tmp_path) as cluster:
+        adapter = Refusing(tmp_path / "refusing.sock")
+        await adapter.start()
+        cluster.adapters.append(adapter)
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar(adapter)
+        answer = await gateway.encode("poison", X_SIE_Timeout_Ms="1000")
+        assert answer.status_code == 504
+        assert len(adapter.loads) > 1
+        await let_go(cluster, sidecar.worker)
+        right(await gateway.encode("short"), "short")
