@@ -93,7 +93,7 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
         return
     wanted, found = resolved.load.causal, model.backbone.is_causal()
     if found is None:
-        cause = "is_causal turns its attention for a text alone and not beside a longer one: leave load.causal or config.json's is_causal out"
+        cause = "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor config.json may say it"
         raise _refuse(resolved.entry, cause)
     if wanted is not None and found != wanted:
         cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"

@@ -34,6 +34,7 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 _DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
+_CLAIM_BYTES = 32 << 20  # some times what oneDNN took for one new shape
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
@@ -235,9 +236,14 @@ def _container_memory() -> Memory | None:
     return Memory(used - int(counters.get("inactive_file", 0)), limit)
 
 
-def _own_limit() -> Memory | None:
+def _data_limit() -> int | None:
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY or not _STATUS.exists():
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _own_limit() -> Memory | None:
+    limit = _data_limit()
+    if limit is None or not _STATUS.exists():
         return None
     # what the allocator has free counts against the limit, and is used again before the limit is met
     return Memory(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
@@ -292,11 +298,23 @@ def keep_freed_memory() -> None:
     """Let the C allocator keep what is freed, up to 512 MiB in each arena, instead of returning the states of each layer to the kernel.
 
     Without it page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still returns all of it.
+    Under a limit on data the heap grows by 1 MiB at a time: by 64 a small allocation would fail while there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, 64 << 20)):
+        pad = 1 << 20 if _data_limit() is not None else 64 << 20
+        for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, pad)):
             libc.mallopt(parameter, value)
+
+
+def claim(nbytes: int) -> None:
+    """Where this process's data is limited, fail as torch's allocator does unless `nbytes` and _CLAIM_BYTES more can be had now.
+
+    To be called before oneDNN runs a shape that may be new: it does not check its own small allocations (objects and code, about 1 MB a
+    shape), and one that fails ends the process. What is claimed is not held: another lane may still take it.
+    """
+    if _data_limit() is not None:
+        torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 
 
 def give_memory_back(device: torch.device) -> None:

@@ -37,6 +37,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error) in (RuntimeError, torch.AcceleratorError) and any(text in str(error) for text in _ALLOCATION)
 
 
+# CUDA refuses to start a kernel, that of a package built for another card for instance: nothing ran, and the context is whole.
+_NOT_STARTED = (
+    "no kernel image is available", "invalid device function", "invalid configuration argument", "too many resources requested for launch",
+)  # fmt: skip
+
+
 def is_device_fatal(error: BaseException) -> bool:
     """Whether the device is lost with this error: asynchronous CUDA errors stay in the context for good."""
-    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+    survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)
+    return isinstance(error, torch.AcceleratorError) and not survived

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from sie_adapter.device import claim
+
 _ROWS = 64
 _ROUNDS = 5
 _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -31,6 +33,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed b
 
     def forward(self, states: Tensor) -> Tensor:
         """The product, in the precision of the weight."""
+        # twice: the activation that follows is as large, and oneDNN's as well
+        claim(2 * states.numel() // self.in_features * self.out_features * states.element_size())
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
 

@@ -31,17 +31,18 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
 
 def split(
     sizes_bytes: Sequence[int], *, max_tokens: int, item_result_bytes: int, limits: Limits, token_result_bytes: int = 0,
-    each_tokens: int = 0,
+    each_tokens: int = 0, rows: int = 1,
 ) -> list[Chunk]:  # fmt: skip
     """Cut inputs of these sizes into chunks. Each holds at least one input; none is larger than the limits unless it holds just one.
 
-    The result of an input is estimated by what each has and what each token adds. `each_tokens` come to every input, such as a query's.
+    The result of an input is at most what each has and what each token adds, where a byte may be a token. `each_tokens` come to every
+    input, such as a query's, and each is run as so many `rows`.
     """
     chunks: list[Chunk] = []
     start = cost = payload = result = 0
     for index, size in enumerate(sizes_bytes):
-        tokens = min(max_tokens, size // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
-        expected = item_result_bytes + token_result_bytes * tokens
+        tokens = rows * min(max_tokens, size // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        expected = item_result_bytes + token_result_bytes * min(max_tokens, size + SPECIAL_TOKENS + each_tokens)
         full = cost + tokens > limits.cost or payload + size > limits.payload_bytes or result + expected > limits.result_bytes
         if full and index > start:
             chunks.append(Chunk(start, index, cost))

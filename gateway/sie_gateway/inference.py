@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import topology
+from sie_contracts import messages, topology
 from sie_contracts.catalogue import ModelEntry, Resolved
 from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, QueueFull, SIEError
 from sie_contracts.messages import Failed, Input, Operation, Priority, RunOptions, WorkItem, WorkResult
@@ -34,6 +34,9 @@ from sie_gateway.queue import WorkQueue
 
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
+LABEL_RESULT_BYTES = 48
+BARE_OPTIONS_BYTES = 64  # of options without texts
+MAX_RESULT_BYTES = 1 << 30
 SPARSE_IDS_PER_TOKEN = 32
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -135,7 +138,7 @@ class Inference:
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
         request = _Request(operation, resolved, options, items, query, lane, self._priority(headers), budget_s)
         done = await self._run(call, request)
-        return self._reply(call, request, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
+        return await self._reply(call, request, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
 
     def _options(
         self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, *, strict: bool
@@ -200,9 +203,11 @@ class Inference:
         if not runnable:
             return collected
         query = request.query.text if request.query else None
+        query_bytes = len(query.encode()) if query else 0
         # what every message of the request repeats, beside its inputs
-        shared = (run.prefix, run.suffix, run.query_prefix, run.instruction, *run.labels, *(part for piece in run.pieces for part in piece))
-        payload_bytes = self._queue.payload_bytes - sum(len(text.encode()) for text in (*shared, query or ""))
+        options_bytes = len(messages.encode(run))
+        shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
+        payload_bytes = self._queue.payload_bytes - shared_bytes
         if payload_bytes < self._queue.payload_bytes // 2:
             limit = self._queue.payload_bytes // 2
             name = "query" if query else "labels" if run.labels else "instruction"
@@ -211,10 +216,17 @@ class Inference:
         limits = chunk.Limits(self._settings.chunk_cost, payload_bytes, self._queue.payload_bytes)
         max_tokens = resolved.entry.max_tokens
         item_bytes, token_bytes = _result_bytes(request.operation, resolved.entry, run)
+        _check_reply(item_bytes * len(sizes) + token_bytes * sum(chunk.estimated_tokens(size, max_tokens) for size in sizes))
         chunks = chunk.split(
             sizes, max_tokens=max_tokens, item_result_bytes=item_bytes, token_result_bytes=token_bytes, limits=limits,
-            each_tokens=chunk.estimated_tokens(len(query), max_tokens) if query else 0,
+            # one row for each label of such a model, and its hypothesis in each; elsewhere everything shared is read with each input
+            rows=len(run.labels) if resolved.entry.family == "zero-shot-classifier" else 1,
+            each_tokens=chunk.estimated_tokens(shared_bytes, max_tokens) if shared_bytes else 0,
         )  # fmt: skip
+        if shared_bytes * len(chunks) > bodies.MAX_BODY_BYTES:
+            name = "query" if query_bytes > shared_bytes // 2 else "instruction"
+            message = f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {bodies.MAX_BODY_BYTES} are allowed in all"
+            raise PayloadTooLarge(message, param=name, extras={"limit": bodies.MAX_BODY_BYTES // len(chunks)})
         revision = self._feed.catalogue.revisions.get(resolved.entry.id, 0)
         work = [
             WorkItem(
@@ -235,9 +247,9 @@ class Inference:
             await collector.wait(max(0.0, deadline_s - time.perf_counter()))
         except TimeoutError as error:
             missing = [sequence for sequence, result in zip(sequences, collector.results, strict=True) if result is None]
-            await self._queue.withdraw(lane.pool, missing)
+            await asyncio.shield(self._queue.withdraw(lane.pool, missing))
             raise GatewayTimeout(f"no result within the budget of {budget_s:g} s") from error
-        except (SIEError, asyncio.CancelledError):
+        except BaseException:
             await asyncio.shield(self._queue.withdraw(lane.pool, sequences))
             raise
         finally:
@@ -248,7 +260,7 @@ class Inference:
         collected.wait_ms = (collector.last_arrival_s - published_s) * 1000
         return collected
 
-    def _reply(self, call: Call, request: _Request, done: _Collected, msgpack: bool) -> Answer:
+    async def _reply(self, call: Call, request: _Request, done: _Collected, msgpack: bool) -> Answer:
         resolved, options, items = request.resolved, request.options, request.items
         outcomes = reply.placed(len(items), done.results, done.positions)
         failures = reply.failures_of(outcomes)
@@ -284,7 +296,8 @@ class Inference:
                 msgspec.to_builtins({"worker": result.worker, "chunk": result.chunk, "batch": result.batch, "stages": result.stages})
                 for result in real
             ]
-        data, content_type = reply.encode(content, msgpack=msgpack)
+        values = sum(len(result.block) for result in real) // 4
+        data, content_type = await reply.encode_in_turns(content, values, msgpack=msgpack)
         failed = sum(1 for entry in failures if entry is not None)
         headers = {
             "X-SIE-Model": resolved.canonical,
@@ -302,7 +315,8 @@ class Inference:
 def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
     """What the result of an input may take in a message, roughly: bytes of its own and bytes for each of its tokens."""
     if operation == "extract":
-        return ITEM_RESULT_OVERHEAD_BYTES, EXTRACTED_TOKEN_BYTES
+        labels = sum(len(label.encode()) + LABEL_RESULT_BYTES for label in run.labels) if "classifications" in entry.outputs else 0
+        return ITEM_RESULT_OVERHEAD_BYTES + labels, EXTRACTED_TOKEN_BYTES
     values = token_values = 0
     for name in run.outputs if operation == "encode" else ():
         if name == "dense":
@@ -310,6 +324,14 @@ def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> t
         else:
             token_values += 2 * SPARSE_IDS_PER_TOKEN if name == "sparse" else entry.outputs[name]
     return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
+
+
+def _check_reply(expected_bytes: int) -> None:
+    """Refuse what would fill this process: all results of a request are held until its reply is sent. Raises PayloadTooLarge."""
+    if expected_bytes > MAX_RESULT_BYTES:
+        limit = MAX_RESULT_BYTES >> 20
+        message = f"items: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: send fewer items"
+        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_RESULT_BYTES})
 
 
 async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:

@@ -10,14 +10,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from sie_contracts import messages, topology
-from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, StreamFull, TopologyMismatch
-from sie_contracts.errors import QueueFull, QueueUnavailable, SIEError
+from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
+from sie_contracts.errors import PayloadTooLarge, QueueFull, QueueUnavailable
 from sie_contracts.messages import WorkItem
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.topology import Lane
 from sie_gateway.metrics import Metrics
 
 PUBLISH_TIMEOUT_S = 2.0
+PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
@@ -81,13 +82,14 @@ class WorkQueue:
         """
         first = items[0]
         started_s = time.perf_counter()
-        tasks = [asyncio.ensure_future(self._publish_one(lane, item, deadline_s)) for item in items]
+        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
+        tasks = [asyncio.ensure_future(self._publish_one(lane, item, deadline_s, turns)) for item in items]
         ensure = functools.partial(self._ensure_consumer, lane, first.priority, first.model)
         consumer = asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))
         try:
             sequences = await asyncio.gather(*tasks)
             await consumer
-        except (SIEError, asyncio.CancelledError):
+        except BaseException:
             consumer.cancel()
             settled = await asyncio.gather(*tasks, consumer, return_exceptions=True)
             await self.withdraw(lane.pool, [sequence for sequence in settled if isinstance(sequence, int)])
@@ -95,17 +97,18 @@ class WorkQueue:
         self._metrics.publish.labels(first.operation).observe(time.perf_counter() - started_s)
         return sequences
 
-    async def _publish_one(self, lane: Lane, item: WorkItem, deadline_s: float) -> int:
+    async def _publish_one(self, lane: Lane, item: WorkItem, deadline_s: float, turns: asyncio.Semaphore) -> int:
         subject = topology.work_subject(lane, item.priority, item.model)
-        data = messages.encode(item)
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         sequence = 0
+        async with turns:  # the messages of a large request are not all in memory at once
+            data = messages.encode(item)
 
-        async def attempt() -> None:
-            nonlocal sequence
-            sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
+            async def attempt() -> None:
+                nonlocal sequence
+                sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
 
-        await self._with_patience(attempt, lane.pool, deadline_s)
+            await self._with_patience(attempt, lane.pool, deadline_s)
         return sequence
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
@@ -122,6 +125,8 @@ class WorkQueue:
             except TopologyMismatch as error:
                 _logger.error("%s", error)
                 raise QueueUnavailable(f"the queue is set up differently from what this gateway needs: {error}") from error
+            except PayloadTooBig as error:
+                raise PayloadTooLarge(f"one message of this request is too large for the broker: {error}", param="body") from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error

@@ -15,9 +15,15 @@ from parity import heads_checkpoints as checkpoints
 from parity.checkpoints import MAX_TOKENS, WIDTH, dense
 from parity.heads_engine import Array, HeadsEngine, HeadsModel
 from parity.score_checkpoints import QWEN3_ENTRY, Scoring, ScoringEngine, build_head, build_reranker, ragged_documents, tau
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from sie_adapter.engine import Engine
+from sie_adapter.heads import Head, States
+from sie_adapter.heads.multivector import MultivectorHead
+from sie_adapter.heads.pooling import POOLINGS, DenseHead
+from sie_adapter.heads.sparse import MaskedLanguageHead, TokenWeightHead
+from sie_adapter.heads.transformers_head import TransformersHead
+from sie_adapter.packing import Items, Positions, pack
 from sie_contracts.muvera import Muvera
 from sie_contracts.settings import Settings
 
@@ -134,6 +140,41 @@ def test_late_interaction(name: str, precision: str, heads: tuple[HeadsEngine, H
         encoded = [np.stack([row["dense"] for row in model.encode(texts, "dense", **options)]) for model in models]
         filled = np.linalg.norm(encoded[0], axis=1) > 0
         assert cosines(encoded[1][filled], encoded[0][filled]).mean() >= LEAST_COSINE[precision]
+
+
+def heads_on(device: torch.device, width: int) -> dict[str, Head]:
+    """One of each kind, with the same weights on every device."""
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=width, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+    masked = TransformersHead(BertForMaskedLM(config).eval().to(device), in_float32=False)
+    layer = torch.nn.Linear(width, 1).to(device)
+    return {
+        "masked": MaskedLanguageHead(masked, 50, device, twice=False, dropped=frozenset({0})),
+        "token": TokenWeightHead(layer, 50, frozenset({0})),
+        "multivector": MultivectorHead(None, device, drop_first=True),
+        **{pooling: DenseHead(pooling, None, device) for pooling in POOLINGS},  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("kind", ["masked", "token", "multivector", *POOLINGS])
+def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
+    """What stays finite has the rows of a CPU: segments are reduced by kernels that only CUDA uses."""
+    lengths = np.array([3, 4, 4, 700])
+    ids = np.random.default_rng(0).integers(1, 50, int(lengths.sum()), dtype=np.int32)
+    packed = pack(Items(lengths, ids), np.arange(4), Positions())
+    hidden = torch.randn(len(ids), 16, generator=torch.Generator().manual_seed(0))
+    hidden[7:11] = torch.nan  # all of the third
+    asked = np.array([0, 2, 3])
+    with torch.inference_mode():
+        expected, got = (
+            heads_on(device, 16)[kind].reduce(States(hidden.to(device), packed, np.zeros(4, bool)), asked)
+            for device in (torch.device("cpu"), CUDA)
+        )
+    assert got.usable.tolist() == [True, False, True]
+    for row in (0, 2):
+        sides = [side.rows[row] if isinstance(side.rows[row], tuple) else (side.rows[row],) for side in (expected, got)]
+        for left, right in zip(*sides, strict=True):
+            torch.testing.assert_close(right.cpu(), left, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", MOST_DIFFERENCE)

@@ -132,7 +132,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         print(f"\nroom for both: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads")
     finally:
         cluster.stop()
-    cluster = served(models, folder / "one", int(one_bytes + 0.7 * weights_bytes))
+    cluster = served(models, folder / "one", int(one_bytes + 0.4 * weights_bytes))
     try:
         cluster.start()
         traffic = alternate(cluster, expected, seconds)

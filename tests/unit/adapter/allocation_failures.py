@@ -72,7 +72,6 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     failures = Failures()
     logging.getLogger("sie.adapter").addHandler(failures)
     engines.prepare_process()
-    torch.backends.mkldnn.set_flags(False)
     engine = engines.Engine(Settings(device="cpu", local_cache=cache))
     entry = ModelEntry(
         id="m", weights=Weights(path=folder), family="text-encoder", outputs={"dense": WIDTH}, max_tokens=LONGEST,
@@ -85,6 +84,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     held = 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")).split()[1])
     limit = held + (int(headroom_mib) << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    devices.keep_freed_memory()  # as a process does that starts under a limit
     generator = np.random.default_rng(int(seed))
     codes: Counter[str] = Counter()
     for number in range(int(batches)):
