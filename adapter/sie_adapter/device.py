@@ -34,7 +34,7 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 _DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
-_CLAIM_BYTES = 32 << 20  # some times what oneDNN took for one new shape
+_CLAIM_BYTES = 8 << 20  # several times what oneDNN takes for one new shape, about 1 MB
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
@@ -307,14 +307,17 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, value)
 
 
-def claim(nbytes: int) -> None:
-    """Where this process's data is limited, fail as torch's allocator does unless `nbytes` and _CLAIM_BYTES more can be had now.
+def is_limited() -> bool:
+    """Whether this process's data is limited, so that an allocation may fail."""
+    return _data_limit() is not None
 
-    To be called before oneDNN runs a shape that may be new: it does not check its own small allocations (objects and code, about 1 MB a
-    shape), and one that fails ends the process. What is claimed is not held: another lane may still take it.
+
+def claim(nbytes: int) -> None:
+    """Fail as torch's allocator does unless `nbytes` and _CLAIM_BYTES more can be had now. Nothing is held: another lane may still take it.
+
+    For oneDNN, which does not check its own small allocations: one that fails for a shape that is new ends the process.
     """
-    if _data_limit() is not None:
-        torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
+    torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 
 
 def give_memory_back(device: torch.device) -> None:

@@ -49,6 +49,7 @@ class Engine:
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
+        self._label = devices.label(self.device) or self.device.type
         self.loader = Loader(self.device, WeightSources(settings.cache_folder, settings.hf_fallback), settings)
         self.residency = Residency(
             self._load,
@@ -94,7 +95,7 @@ class Engine:
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.layout == "raw":
                     return run_raw(weights, message, self.device, self.residency.make_room)
-                key = frontier_key(resident.fingerprint, weights.precision, devices.label(self.device) or self.device.type)
+                key = frontier_key(resident.fingerprint, weights.precision, self._label)
                 return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)

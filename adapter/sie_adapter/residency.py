@@ -53,10 +53,16 @@ class Resident:
     last_used_s: float
     running: int = 0
     peak_bytes: int = 0  # of activations, beside the weights
+    _fingerprint: str = ""
+    _fingerprinted: Resolved | None = None
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.resolved.entry, self.resolved.load, self.weights.precision)
+        """Of the entry that is served now; every batch asks for it."""
+        if self._fingerprinted is not self.resolved:
+            self._fingerprint = fingerprint(self.resolved.entry, self.resolved.load, self.weights.precision)
+            self._fingerprinted = self.resolved
+        return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
         """As it goes over the wire."""

@@ -153,3 +153,18 @@ def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
         assert job.finished.wait(5)
     assert len(answers) == 2
     assert lanes.stop(5)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_memory", "is_lost"),
+    [
+        ("CUDA error: out of memory", True, False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", True, False),
+        ("CUDA error: no kernel image is available for execution on the device", False, False),
+        ("CUDA error: an illegal memory access was encountered", False, True),
+    ],
+)
+def test_what_a_cuda_error_leaves_of_the_context(message: str, is_memory: bool, is_lost: bool) -> None:
+    """A process that ended for a kernel of another card would end again at every load, and never fall back."""
+    error = torch.AcceleratorError(message)
+    assert (is_out_of_memory(error), is_device_fatal(error)) == (is_memory, is_lost)

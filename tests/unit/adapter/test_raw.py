@@ -176,3 +176,17 @@ def test_a_batch_that_contradicts_itself_is_refused(texts: list[str], lengths: l
 def test_an_empty_batch_is_answered() -> None:
     for operation in ("encode", "score", "extract"):
         assert run(operation, []).outcomes == ()
+
+
+def test_texts_that_do_not_fit_together_are_halved_and_one_that_fits_nowhere_is_refused() -> None:
+    class Small(Letters):
+        def encode(self, texts: Sequence[str], options: RunOptions) -> list[Any]:
+            if len(texts) > 2 or "huge" in texts:
+                raise torch.OutOfMemoryError
+            return super().encode(texts, options)
+
+    done = run("encode", ["a", "b", "ab", "huge", "c", "bc", "abc"], Group(0, 7, RAW), family=Small())
+    assert reasons(done)[3] == "out_of_memory"
+    kept = [outcome for outcome in done.outcomes if isinstance(outcome, Ok)]
+    vectors = [np.frombuffer(done.block, "<f4", 3, outcome.outputs["dense"].offset).tolist() for outcome in kept]
+    assert vectors == [[float(text.count(letter)) for letter in "abc"] for text in ("a", "b", "ab", "c", "bc", "abc")]
