@@ -7,6 +7,7 @@ SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──�
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -14,7 +15,8 @@ import logging
 import os
 import platform
 import resource
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -34,6 +36,8 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 _DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
+_MAPPED_BYTES = 32 << 20  # from here on an allocation has pages of its own; glibc takes no more
+_apart, _apart_lock = 0, threading.Lock()  # loads that are going on
 _CLAIM_BYTES = 8 << 20  # several times what oneDNN takes for one new shape, about 1 MB
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
@@ -303,8 +307,29 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         pad = 1 << 20 if _data_limit() is not None else 64 << 20
-        for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, pad)):
+        for parameter, value in ((_M_MMAP_THRESHOLD, _MAPPED_BYTES), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, pad)):
             libc.mallopt(parameter, value)
+
+
+@contextlib.contextmanager
+def weights_apart() -> Iterator[None]:
+    """Give every allocation of 1 MiB and more pages of its own meanwhile, on all threads: weights that are freed later leave no holes in the
+    heap, which a model of other shapes could not use."""
+    global _apart
+    if platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    with _apart_lock:
+        _apart += 1
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        with _apart_lock:
+            _apart -= 1
+            if not _apart:
+                libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def is_limited() -> bool:

@@ -67,7 +67,8 @@ class Engine:
 
     def _load(self, resolved: Resolved) -> Any:
         try:
-            return self.loader.load(resolved)
+            with devices.weights_apart():
+                return self.loader.load(resolved)
         except Exception as error:
             self._end_if_lost(error)
             raise

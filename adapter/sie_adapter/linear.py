@@ -41,8 +41,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed b
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """The same in products of at most _CHUNK rows, a power of two. oneDNN keeps 0.5 to 1 MB for every number of rows that it met, without
-        end (1 GB after 1,200 of them), which a limit on the process's memory does not allow."""
+        """The same in products of at most _CHUNK rows, a power of two. oneDNN keeps 0.5 to 1 MB for every number of rows that it met, 1 GB
+        after 1,200 of them, which a limit on the process's memory does not allow.
+        """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
         for part, into in zip(rows.split(_CHUNK), output.split(_CHUNK), strict=True):

@@ -228,6 +228,7 @@ def test_a_rotary_embedding_that_changes_with_the_longest_text_is_refused(name: 
         ("qwen3 bidirectional", {"is_causal": True}),
         ("mistral causal", {"sliding_window": 65}),
         ("mistral bidirectional sliding", {"sliding_window": None}),
+        ("mistral bidirectional sliding", {"sliding_window": 63}),
         ("llama bidirectional", {"is_causal": True}),
         ("deberta-v2", {"position_buckets": 64}),
     ],

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from unit.adapter import toys
 
-# oneDNN keeps code for every shape of a product and ends the process if it cannot allocate it: in a process with so little memory the
-# kernels are those of MKL
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-_HEADROOM_MIB = 60
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # memory that is free in another arena would count as held
+_HEADROOM_MIB = 160
 
 
 def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def fail_and_learn(folder: Path, cache: Path, batches: int, timeout_s: float) ->
 @pytest.mark.timeout(240)
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_process(wide: Path, tmp_path: Path) -> None:
     """O3."""
-    fail_and_learn(wide, tmp_path, 30, 120)
+    fail_and_learn(wide, tmp_path, 90, 120)
 
 
 @pytest.mark.long
