@@ -313,8 +313,9 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more pages of its own meanwhile, on all threads: weights that are freed later leave no holes in the
-    heap, which a model of other shapes could not use."""
+    """Give every allocation of 1 MiB and more pages of its own meanwhile, on all threads: weights that are freed later then leave no holes
+    in the heap, which a model of other shapes could not use.
+    """
     global _apart
     if platform.libc_ver()[0] != "glibc":
         yield

@@ -119,6 +119,7 @@ class Residency:
         self._loads: dict[str, Future[None]] = {}
         self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
         self._evictable: set[str] = set()
+        self._offered: set[str] = set()  # for a load that still looks for room, whatever was told of idle models since
         self._untold: list[str] = []
         self._relieve_due_s = 0.0
 
@@ -130,7 +131,8 @@ class Residency:
         resolved = Catalogue.resolve_profile(entry, profile, model)
         while True:
             with self._lock:
-                self._evictable = set(evictable) - {model}
+                self._offered = set(evictable) - {model}
+                self._evictable = set(self._offered)
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
@@ -168,6 +170,7 @@ class Residency:
             resident.running += 1
             resident.last_used_s = self._clock()
             self._evictable.discard(model)
+            self._offered.discard(model)
         try:
             yield resident
         finally:
@@ -196,7 +199,7 @@ class Residency:
     def idle(self, models: tuple[str, ...]) -> tuple[str, ...]:
         """Note which models may go from now on, and tell which ones went unasked since the last call."""
         with self._lock:
-            self._evictable = set(models)
+            self._evictable = set(models) | self._offered
             untold, self._untold = tuple(self._untold), []
             return untold
 
@@ -233,6 +236,8 @@ class Residency:
             self._arriving[model] = needed
             arriving = sum(self._arriving.values())
         evicted = self._evict(arriving)
+        with self._lock:
+            self._offered.clear()
         if needed and (would := self._memory(arriving)).used_bytes > would.total_bytes:
             self._tell_later(evicted)
             raise ModelLoadFailed(

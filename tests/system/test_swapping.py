@@ -141,7 +141,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         assert traffic.errors == [], cluster.log(4000)
         assert traffic.wrong < 1e-4
         assert traffic.answers >= CLIENTS
-        assert loads > 2
+        assert loads >= 2  # and one of them is there: the other one went
         assert cluster.metric("sie_adapter_deaths_total") == 0
         until(lambda: cluster.metric("sie_queue_depth") == 0, 10, "nothing held")
         assert sum(1 for name in MODELS if cluster.metric("sie_model_loaded", model=name)) == 1
@@ -151,7 +151,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
 
 @pytest.mark.timeout(180)
 def test_two_models_on_a_budget_for_one_take_turns(models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path) -> None:
-    budgets(models, expected, tmp_path, 12)
+    budgets(models, expected, tmp_path, 15)
 
 
 @pytest.mark.long

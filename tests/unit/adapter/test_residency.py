@@ -235,6 +235,19 @@ def test_the_sidecar_hears_of_what_went_for_a_load_that_was_refused() -> None:
     assert world.residency.idle(()) == ("a",)
 
 
+def test_what_was_offered_for_a_load_stays_so_whatever_is_told_before_it_found_room() -> None:
+    world = World(sizes={"a": 500, "b": 500}, known=True)
+    world.ensure("a")
+    needed = world.residency._needed_bytes
+
+    def told_meanwhile(resolved: Resolved) -> int:
+        world.residency.idle(())
+        return needed(resolved)
+
+    world.residency._needed_bytes = told_meanwhile
+    assert world.ensure("b", evictable=("a",)) == ("a",)
+
+
 @pytest.mark.timeout(20)
 def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     world = World()

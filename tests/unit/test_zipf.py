@@ -1,0 +1,123 @@
+"""20 models, memory for 5, Zipf traffic in virtual time, through hosting and residency: loads and waits against a plain LRU cache."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import selectors
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_adapter import TOKENIZER, toy_entry
+from unit.adapter.test_residency import World
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import ModelLoading
+from sie_sidecar.hosting import Hosting
+
+MODELS, CAPACITY, REQUESTS, LOAD_S, RUN_S = 20, 5, 800, 1.0, 0.01
+
+
+class _Jumping(selectors.SelectSelector):
+    """Instead of waiting it lets the clock jump."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which time passes only while nothing is ready."""
+
+    def __init__(self) -> None:
+        self._jumping = _Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+class SlowLink:
+    """An adapter with a residency: a load takes LOAD_S, an answer without one no time."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Any] = []
+        self.world = World(sizes={f"toy/{number}": 170 for number in range(MODELS)}, known=True)
+
+    async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
+        before = len(self.world.loads)
+        evicted = self.world.ensure(question.model, question.evictable)
+        if len(self.world.loads) > before:
+            await asyncio.sleep(LOAD_S)
+        loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
+        return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}, evicted=evicted)
+
+
+def traffic(seed: int) -> list[tuple[float, str]]:
+    """Poisson arrivals, one in 0.8 s, of models by Zipf's law."""
+    generator = np.random.default_rng(seed)
+    shares = 1 / np.arange(1, MODELS + 1)
+    ranks = generator.choice(MODELS, REQUESTS, p=shares / shares.sum())
+    return [(float(at), f"toy/{rank}") for at, rank in zip(np.cumsum(generator.exponential(0.8, REQUESTS)), ranks, strict=True)]
+
+
+async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
+    """Loads, and the time of each request."""
+    loop, link, took_s = asyncio.get_running_loop(), SlowLink(), []
+    connection: Any = link
+    hosting = Hosting(connection, loop.time, lambda: None, 1.0)
+    catalogue = Catalogue({f"toy/{number}": toy_entry(f"toy/{number}") for number in range(MODELS)})
+
+    async def request(at_s: float, name: str) -> None:
+        hosted = hosting.of(catalogue.resolve(name))
+        hosting.take(hosted)
+        while True:
+            await hosting.ensure(hosted)
+            try:
+                link.world.use(name)
+                break
+            except ModelLoading:  # it went for a load that still goes on: as the worker does
+                hosted.unload()
+        await asyncio.sleep(RUN_S)
+        hosting.let_go(hosted)
+        took_s.append(loop.time() - at_s)
+
+    async with asyncio.TaskGroup() as group:
+        for at_s, name in arrivals:
+            await asyncio.sleep(at_s - loop.time())
+            group.create_task(request(at_s, name))
+    return len(link.world.loads), took_s
+
+
+def plain(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
+    """The same of a plain LRU cache that evicts at once, whatever runs."""
+    held: dict[str, float] = {}  # by last use: when it is loaded
+    loads, took_s = 0, []
+    for at_s, name in arrivals:
+        loads += name not in held
+        ready_s = held.pop(name, at_s + LOAD_S)
+        held[name] = ready_s
+        if len(held) > CAPACITY:
+            del held[next(iter(held))]
+        took_s.append(max(0.0, ready_s - at_s) + RUN_S)
+    return loads, took_s
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_loads_and_the_99th_percentile_are_no_worse_than_plain_lru(seed: int) -> None:
+    arrivals = traffic(seed)
+    gc.collect()
+    gc.freeze()  # an eviction collects
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loads, took_s = runner.run(served(arrivals))
+    gc.unfreeze()
+    lru_loads, lru_took_s = plain(arrivals)
+    p99, lru_p99 = np.quantile(took_s, 0.99), np.quantile(lru_took_s, 0.99)
+    print(f"\nloads {loads}, plain {lru_loads}; p99 {p99:.3f} s, plain {lru_p99:.3f} s; longest {max(took_s):.3f} s")
+    assert len(took_s) == REQUESTS
+    assert loads <= 1.03 * lru_loads  # plain LRU evicts what is busy or on its way
+    assert p99 <= 1.01 * lru_p99
