@@ -22,7 +22,7 @@ from sie_adapter.calibration import KernelTable
 from sie_adapter.device import Compute, to_device, uses_varlen_kernel
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.linear import block_linears
-from sie_adapter.packing import Int64, Items, Packed, Positions, pack
+from sie_adapter.packing import Int64, Items, Packed, Positions, filled_up, pack
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -82,7 +82,9 @@ class Backbone:
         return self.forward_padded(packed) if self._table is None else self._forward_packed(packed, self._table)
 
     def _forward_packed(self, packed: Packed, table: KernelTable, trial: Trial | None = None) -> Tensor:
-        device = self._compute.device
+        device, real = self._compute.device, len(packed.ids)
+        if device.type == "cpu" and trial is None:
+            packed = filled_up(packed, self._pad, self._numbering)
         rows = [packed.ids, packed.positions]
         if packed.types is not None and self._has_types:
             rows.append(packed.types.astype(np.int64))
@@ -95,7 +97,7 @@ class Backbone:
             sie_edge=self._edge,
             sie_trial=trial,
             **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
-        )[0][0]
+        )[0][0][:real]
 
     def forward_padded(self, packed: Packed) -> Tensor:
         """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""

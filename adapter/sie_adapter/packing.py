@@ -7,12 +7,13 @@ Sequences are ordered by length so that those of equal length lie side by side: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+_STEPS = ((256, 16), (1024, 32), (1 << 62, 64))  # up to so many tokens, multiples of this
 UInt8 = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -128,6 +129,27 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
     bounds = np.concatenate([[0], ends]).astype(np.int32)
     types = None if batch.types is None else batch.types[source]
     return Packed(ids, positions, bounds, groups, order, types, None if batch.visible is None else visible)
+
+
+def filled_up(packed: Packed, filler: int, numbering: Positions) -> Packed:
+    """The batch with one more sequence of `filler` ids, so that its tokens are one of few numbers; `order` does not name it.
+
+    oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add some 2 % of rows.
+    """
+    tokens = len(packed.ids)
+    step = next((step for limit, step in _STEPS if tokens <= limit), _STEPS[-1][1])
+    more = -tokens % step
+    if not more:
+        return packed
+    ends = np.append(packed.bounds, np.int32(tokens + more))
+    return replace(
+        packed,
+        ids=np.append(packed.ids, np.full(more, filler, np.int64)),
+        positions=np.append(packed.positions, np.arange(more) + numbering.first),
+        bounds=ends,
+        groups=np.concatenate([packed.groups, [[tokens, 1, more, more]]]),
+        types=None if packed.types is None else np.append(packed.types, np.zeros(more, np.uint8)),
+    )
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sie_adapter.attention import Kernel
 from sie_adapter.calibration import KernelTable, uniform
-from sie_adapter.packing import Items, MalformedBatch, Positions, expanded, items, pack
+from sie_adapter.packing import Items, MalformedBatch, Positions, expanded, filled_up, items, pack
 
 
 def as_items(sequences: list[list[int]], types: bytes = b"") -> Items:
@@ -123,3 +123,22 @@ def test_a_kernel_for_all_sequences_at_once_is_not_used_where_a_part_is_hidden()
     batch = expanded(as_items([[1, 2], [3]]), np.array([4, 0]), 9, attended=False)
     packed = pack(batch, np.arange(2), Positions())
     assert uniform(Kernel.FLASH).layout(packed).tolist() == [[0, 1, 1, 1, Kernel.SDPA], [1, 1, 4, 2, Kernel.SDPA]]
+
+
+@pytest.mark.parametrize("numbering", [Positions(), Positions(2, 1)])
+def test_a_batch_is_filled_up_to_one_of_few_sizes_with_a_sequence_of_its_own(numbering: Positions) -> None:
+    sizes = set()
+    for tokens in range(1, 2100, 7):
+        packed = pack(as_items([[7] * min(tokens, 5), [8] * tokens]), np.arange(2), numbering)
+        filled = filled_up(packed, 3, numbering)
+        real = len(packed.ids)
+        sizes.add(len(filled.ids))
+        assert 0 <= len(filled.ids) - real < 64
+        assert np.array_equal(filled.ids[:real], packed.ids)
+        assert set(filled.ids[real:]) <= {3}
+        assert np.array_equal(filled.positions[:real], packed.positions)
+        assert np.array_equal(filled.order, packed.order)
+        assert filled.bounds[-1] == len(filled.ids)
+        assert int((filled.groups[:, 1] * filled.groups[:, 2]).sum()) == len(filled.ids)
+        assert filled_up(filled, 3, numbering) is filled
+    assert len(sizes) <= 16 + 24 + 17 + 1
