@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-_STEPS = ((256, 16), (1024, 32), (1 << 62, 64))  # up to so many tokens, multiples of this
+# Up to so many tokens, multiples of this. A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of a short text.
+_STEPS = ((64, 1), (256, 16), (1024, 32), (1 << 62, 64))
 UInt8 = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
