@@ -221,8 +221,12 @@ def exported() -> Path:
         model = AutoModel.from_pretrained(model_folder(), attn_implementation="eager").eval().requires_grad_(False)
 
         class States(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model  # a part of it, so that its weights are initializers, which quantising looks for
+
             def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-                return model(input_ids=input_ids, attention_mask=attention_mask)[0]
+                return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
 
         sample = (torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
         axes = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask", "states")}
