@@ -13,7 +13,6 @@ import fcntl
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import threading
@@ -51,9 +50,6 @@ def run(settings: Settings) -> int:
 
 
 def _prepare(settings: Settings) -> Engine:
-    if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-        # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB, the activations' among them
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     import transformers
 
     from sie_adapter import engine as engines

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import fcntl
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -283,7 +284,11 @@ class _Serve:
             if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
                 argv += _flag(row, flags[row.name])
         foreign = {row.name for row in ROWS if row.secret and set(components).isdisjoint(row.components)}
-        return Child(name, argv, {key: value for key, value in self._environ.items() if key not in foreign}, grace_s)
+        environ = {key: value for key, value in self._environ.items() if key not in foreign}
+        if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+            # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a limit
+            environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        return Child(name, argv, environ, grace_s)
 
     async def _until_ready(self, supervisor: Supervisor, adapters: list[Child]) -> None:
         """Say what is ready, then start the warm spares: their imports would only slow the start down."""
