@@ -78,4 +78,6 @@ del held
 print(abs(held_bytes() - before) >> 20)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert ran.stdout.split() == ["200", "0"]
+    held, left = map(int, ran.stdout.split())
+    assert abs(held - 200) <= 8, "MiB; what other threads of the process allocate meanwhile comes on top"
+    assert left <= 8
