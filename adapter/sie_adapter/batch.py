@@ -8,6 +8,7 @@ makes room, then halves the batch by cost until it fits; an input that does not 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -138,8 +139,8 @@ class BatchRun:
             needing[row] = False
         return np.flatnonzero(needing)
 
-    def _forward(self, chosen: Int64) -> None:
-        """Fill the rows of the `chosen` items, or their errors."""
+    def _forward(self, chosen: Int64, *, last: bool = False) -> None:
+        """Fill the rows of the `chosen` items, or their errors. A `last` try of one item is not followed by another."""
         if not len(chosen):
             return
         tokens = int(self._prepared.lengths[chosen].sum())
@@ -159,6 +160,10 @@ class BatchRun:
             return
         if self._frontier:
             self._frontier.failed(self._key, tokens)
+        if len(chosen) == 1 and not last:
+            gc.collect()
+            self._forward(chosen, last=True)
+            return
         if len(chosen) == 1:
             self._errors[int(chosen[0])] = ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
             return
