@@ -159,7 +159,7 @@ async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient
     """Beside its mates in one request, and in a request of its own that shares their batch."""
     expected = await alone(client, name)
     has_shared = False
-    for _ in range(5):
+    for _ in range(40):
         # the first ones find the device idle and run alone, while the others gather
         requests = [ask(client, name, [mate]) for mate in MATES]
         requests += [ask(client, name, [*MATES[:10], POISON, *MATES[10:]]), ask(client, name, [POISON])]
@@ -173,6 +173,8 @@ async def test_an_overflow_is_an_error_of_its_own_item(client: httpx.AsyncClient
         assert (single.status_code, checked(single)["error"]["reason"]) == (500, "non_finite")
         for answer, mate in zip(others, expected, strict=True):
             check_close(slots(checked(answer)), [mate])
+        if has_shared:
+            break
     assert has_shared
 
 
