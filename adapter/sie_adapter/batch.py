@@ -8,7 +8,6 @@ makes room, then halves the batch by cost until it fits; an input that does not 
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 
 from sie_adapter.answers import Answer, Answers, sealed
-from sie_adapter.device import give_memory_back
-from sie_adapter.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.failure import is_device_fatal
 from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
+from sie_adapter.shortage import Shortage, exhausted
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Operation, RunOptions
 
@@ -82,7 +81,7 @@ class BatchRun:
         self._model = model
         self._device = device
         self._message = message
-        self._make_room = make_room
+        self._shortage = Shortage(device, make_room)
         self._frontier = frontier
         self._key = key
         self._layout: Layout = model.rows[message.operation].layout
@@ -115,7 +114,7 @@ class BatchRun:
         self._prepared = self._model.prepare(self._items, self._queries)
         while len(chosen):
             part, chosen = split_off(chosen, self._prepared.lengths, self._frontier.limit(self._key) if self._frontier else None)
-            self._forward(part)
+            self._shortage.run(self._pass, part, self._refuse, halves=self._halves, learn=self._learn)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
@@ -139,36 +138,16 @@ class BatchRun:
             needing[row] = False
         return np.flatnonzero(needing)
 
-    def _forward(self, chosen: Int64, *, last: bool = False) -> None:
-        """Fill the rows of the `chosen` items, or their errors. A `last` try of one item is not followed by another."""
-        if not len(chosen):
-            return
-        tokens = int(self._prepared.lengths[chosen].sum())
-        try:
-            self._pass(chosen)
-            if self._frontier:
-                self._frontier.fits(self._key, tokens)
-            return
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        # outside of the handler: its traceback holds the tensors of the failed pass
-        give_memory_back(self._device)
-        _logger.warning("out of memory with %d items of %d tokens", len(chosen), int(self._items.lengths[chosen].sum()))
-        if self._make_room():
-            self._forward(chosen)
-            return
-        if self._frontier:
-            self._frontier.failed(self._key, tokens)
-        if len(chosen) == 1 and not last:
-            gc.collect()
-            self._forward(chosen, last=True)
-            return
-        if len(chosen) == 1:
-            self._errors[int(chosen[0])] = ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
-            return
-        for half in _halves(chosen, self._prepared.lengths):
-            self._forward(half)
+    def _refuse(self, item: int) -> None:
+        self._errors[item] = exhausted()
+
+    def _halves(self, chosen: Int64) -> tuple[Int64, Int64]:
+        return _halves(chosen, self._prepared.lengths)
+
+    def _learn(self, chosen: Int64, fitted: bool) -> None:
+        if self._frontier is not None:
+            tell = self._frontier.fits if fitted else self._frontier.failed
+            tell(self._key, int(self._prepared.lengths[chosen].sum()))
 
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)
@@ -215,32 +194,33 @@ class BatchRun:
         return found
 
     def _made(self, group: Group, shared: list[int], units: list[list[int]]) -> Answers:
-        if not units:
-            return []
-        places = [row for unit in units for row in unit]
+        """The answers of the inputs whose rows are `units`."""
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
-        rows = {head: [self._rows[head][row] for row in places] for head in heads}
-        answers: Answers | None = None
-        try:
+        found: Answers = [exhausted()] * len(units)
+        counts: list[tuple[int, int]] = []
+
+        def answer(items: Int64) -> None:
+            places = [row for item in items.tolist() for row in units[item]]
+            rows = {head: [self._rows[head][row] for row in places] for head in heads}
             answers = self._model.answer(self._message, group, query, rows, places)
+            counts.append((len(answers), len(items)))
+            for item, each in zip(items.tolist(), answers, strict=False):
+                found[item] = each
+
+        try:
+            self._shortage.run(answer, np.arange(len(units)), lambda item: None)
         except SIEError as error:
             return [error] * len(units)
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            if not is_out_of_memory(error):  # what this group asks, its mates did not
-                _logger.exception("the outputs of a group failed")
-                return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
-        if answers is None:  # outside of the handler, as above
-            give_memory_back(self._device)
-            if len(units) == 1:
-                return [ResourceExhausted("the device has too little memory for the outputs of this item alone", reason="out_of_memory")]
-            half = len(units) // 2
-            return self._made(group, shared, units[:half]) + self._made(group, shared, units[half:])
-        if len(answers) != len(units):
-            raise InternalFailure(f"the family gave {len(answers)} answers for {len(units)} inputs", reason="wrong_length")
-        return answers
+            _logger.exception("the outputs of a group failed")  # what this group asks, its mates did not
+            return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
+        for got, expected in counts:
+            if got != expected:
+                raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
+        return found
 
 
 def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:

@@ -56,6 +56,7 @@ def _prepare(settings: Settings) -> Engine:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the root's handler as well
     engines.prepare_process()
     engine = engines.Engine(settings)
     # what was imported stays: no collection needs to look at it again, which keeps pauses of the lanes short

@@ -5,7 +5,6 @@ RunBatch with texts ──► encode | score | extract of the model, a list in a
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +16,13 @@ import torch
 from sie_adapter import answers
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
-from sie_adapter.device import give_memory_back
-from sie_adapter.failure import is_out_of_memory
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
+from sie_adapter.packing import Int64
+from sie_adapter.shortage import Shortage, exhausted
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import RunOptions
 
-_logger = logging.getLogger("sie.adapter")
 _CPU = torch.device("cpu")
 
 
@@ -40,7 +38,7 @@ class RawModel(Protocol):
 def run_raw(model: Any, message: RunBatch, device: torch.device = _CPU, make_room: Callable[[], bool] = lambda: False) -> BatchDone:
     """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
 
-    Out of memory clears the cache of `device`, lets `make_room` evict an idle model, then halves the texts of a call.
+    Out of memory is met as `shortage` says.
     """
     started = time.perf_counter()
     run = getattr(model, message.operation, None)
@@ -51,20 +49,17 @@ def run_raw(model: Any, message: RunBatch, device: torch.device = _CPU, make_roo
     if len(message.texts) != len(lengths):
         raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
 
-    def fitting(call: Call, texts: Sequence[int]) -> list[Any]:
-        try:
-            return _of_length(call(texts), len(texts))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        give_memory_back(device)  # outside of the handler: its traceback holds the tensors of the failed call
-        _logger.warning("out of memory with %d texts of %s", len(texts), message.model)
-        if make_room():
-            return fitting(call, texts)
-        if len(texts) == 1:
-            return [ResourceExhausted("the device has too little memory for this text alone", reason="out_of_memory")]
-        half = len(texts) // 2
-        return fitting(call, texts[:half]) + fitting(call, texts[half:])
+    shortage = Shortage(device, make_room)
+
+    def fitting(call: Call, count: int) -> list[Any]:
+        results: list[Any] = [exhausted()] * count
+
+        def work(texts: Int64) -> None:
+            for text, result in zip(texts.tolist(), _of_length(call(texts.tolist()), len(texts)), strict=True):
+                results[text] = result
+
+        shortage.run(work, np.arange(count), lambda text: None)
+        return results
 
     is_extraction = message.operation == "extract"
     found = _extracted(run, message, fitting) if is_extraction else [_run(run, message, group, fitting) for group in message.groups]
@@ -78,7 +73,7 @@ def run_raw(model: Any, message: RunBatch, device: torch.device = _CPU, make_roo
 
 
 Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with these numbers
-Fitting = Callable[[Call, Sequence[int]], list[Any]]
+Fitting = Callable[[Call, int], list[Any]]
 
 
 def _extracted(run: Any, message: RunBatch, fitting: Fitting) -> list[Answers]:
@@ -89,7 +84,7 @@ def _extracted(run: Any, message: RunBatch, fitting: Fitting) -> list[Answers]:
         for _ in range(group.start, group.stop)
     ]
     texts = message.texts
-    found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some]), range(len(texts)))
+    found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some]), len(texts))
     made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
     return [made[group.start : group.stop] for group in message.groups]
 
@@ -121,7 +116,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> Answers
         except SIEError as error:  # what this group asks, its mates did not
             return [error] * len(some)
 
-    results = fitting(asked, range(len(texts)))
+    results = fitting(asked, len(texts))
     if is_encoding:
         return _encoded(results, group.options)
     return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]

@@ -204,10 +204,8 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
-    import numpy as np
-
     from sie_adapter.lanes import Job
-    from sie_contracts.ipc import BatchDone, Group, RunBatch
+    from sie_contracts.ipc import BatchDone
     from sie_contracts.messages import Input, Ok
     from sie_contracts.options import run_options
     from sie_sidecar import rows as rowing
@@ -220,12 +218,7 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     with engine.residency.use(entry.id) as resident:
         layout = resident.weights.rows[task]
     (made,) = rowing.make(tokenizer, layout, [work])
-    message = RunBatch(
-        "check", entry.id, task, np.array([len(row.ids) for row in made.rows], "<i4").tobytes(),
-        np.concatenate([row.ids for row in made.rows]).astype("<i4").tobytes(), (Group(0, len(made.rows), options, len(texts)),),
-        rowing.types_of(made.rows), tuple(rowing.texts_of(work)) if layout.layout in ("raw", "spans") else (),
-        rowing.offsets_of(made.rows), options.pooling,
-    )  # fmt: skip
+    message = rowing.to_batch("check", entry.id, task, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling)
     replies: list[Any] = []
     job = Job(message, replies.append)
     engine.lanes.submit(job)

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Rows, Side
-from sie_contracts.messages import Input, RunOptions, Truncate
+from sie_contracts.ipc import Group, Layout, Rows, RunBatch, Side
+from sie_contracts.messages import Input, Operation, RunOptions, Truncate
 from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
 QUERY_SHARE = 0.75  # of a pair's room that its query may always take; more only where the document leaves it
@@ -152,6 +153,41 @@ def offsets_of(rows: Sequence[Row]) -> bytes:
     """Places of the tokens of rows side by side, int32; empty if the rows have none."""
     found = [row.offsets for row in rows if row.offsets is not None]
     return np.concatenate(found).tobytes() if found else b""
+
+
+class Part(NamedTuple):
+    """The rows of one work item that run, and the work they were made from: its inputs are those that run."""
+
+    rows: Sequence[Row]
+    work: Work
+
+
+def to_batch(
+    name: str, model: str, operation: Operation, layout: Layout, parts: Sequence[Part], *, pooling: str = "", lora: str = "",
+    traceparent: str = "",
+) -> RunBatch:  # fmt: skip
+    """The frame of a batch of work items that share a forward pass."""
+    rows: list[Row] = []
+    groups: list[Group] = []
+    texts: list[str] = []
+    for part in parts:
+        groups.append(Group(len(rows), len(rows) + len(part.rows), _answered(part.work.options), len(part.work.inputs)))
+        if layout in ("raw", "spans"):
+            texts += reached(texts_of(part.work), part.rows)
+        rows += part.rows
+    lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
+    ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
+    return RunBatch(
+        name, model, operation, lengths.tobytes(), ids, tuple(groups), types_of(rows), tuple(texts), offsets_of(rows), pooling, lora,
+        traceparent,
+    )  # fmt: skip
+
+
+def _answered(options: RunOptions) -> RunOptions:
+    """What the adapter needs of the options: the prompts are in the ids already."""
+    if not (options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix):
+        return options
+    return msgspec.structs.replace(options, prefix="", suffix="", pieces=(), query_prefix="", query_suffix="")
 
 
 def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:

@@ -16,12 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from sie_contracts import ipc, messages
 from sie_contracts.broker import Broker, Delivery
 from sie_contracts.errors import GatewayTimeout, InferenceFailed, InternalFailure, InvalidInput, ModelLoading, NotReady, SIEError
-from sie_contracts.messages import BatchNote, Failed, Outcome, RunOptions, WorkResult
+from sie_contracts.messages import BatchNote, Failed, Outcome, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
 from sie_contracts.settings import Settings
@@ -36,7 +35,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.pulling import Pulling
-from sie_sidecar.rows import Row, Work, effort_of, offsets_of, reached, texts_of, types_of
+from sie_sidecar.rows import Part, Work, effort_of
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.tokens import TokenizerPool
 
@@ -314,30 +313,18 @@ class Worker:
     @staticmethod
     def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
         """The batch as the adapter reads it, and what is told of it."""
-        rows: list[Row] = []
-        groups: list[ipc.Group] = []
-        texts: list[str] = []
-        layout = batch.jobs[0].work.layout
-        inputs = 0
+        parts = []
         for job in batch.jobs:
-            held = job.work
-            run, chosen = runnable(held)
-            groups.append(ipc.Group(len(rows), len(rows) + len(run), _answered(held.item.options), len(chosen)))
-            if layout in ("raw", "spans"):
-                shown = texts_of(Work([held.item.inputs[index] for index in chosen], held.item.query, held.item.options))
-                texts += reached(shown, run)
-            rows += run
-            inputs += len(chosen)
-        lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
-        note = BatchNote(name, inputs, len(batch.jobs), batch.cost, int(np.square(lengths, dtype=np.int64).sum()))
-        ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
-        return (
-            ipc.RunBatch(
-                name, batch.key.residency, batch.jobs[0].work.item.operation, lengths.tobytes(), ids, tuple(groups), types_of(rows),
-                tuple(texts), offsets_of(rows), batch.key.pooling, batch.key.lora, batch.jobs[0].work.item.traceparent,
-            ),
-            note,
+            item = job.work.item
+            run, chosen = runnable(job.work)
+            parts.append(Part(run, Work([item.inputs[index] for index in chosen], item.query, item.options)))
+        first, key = batch.jobs[0].work, batch.key
+        frame = rowing.to_batch(
+            name, key.residency, first.item.operation, first.layout, parts, pooling=key.pooling, lora=key.lora,
+            traceparent=first.item.traceparent,
         )  # fmt: skip
+        attention = sum(len(row.ids) ** 2 for part in parts for row in part.rows)
+        return frame, BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
 
     def _on_gone(self, jobs: list[Held], *, suspects: bool) -> None:
         """The adapter went away with this batch. If the device had it, its items are suspects: alone from now on, poison at the second."""
@@ -448,10 +435,3 @@ class Worker:
             await self.leases.hand_back(lease)
         await self._loops.cancel()
         self._tokenizers.close()
-
-
-def _answered(options: RunOptions) -> RunOptions:
-    """What the adapter needs of the options: the prompts are in the ids already."""
-    if not (options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix):
-        return options
-    return msgspec.structs.replace(options, prefix="", suffix="", pieces=(), query_prefix="", query_suffix="")

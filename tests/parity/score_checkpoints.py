@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from oracle import WORDS, model_folder
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, Architecture, build
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from sie_adapter.engine import Engine
 from sie_adapter.residency import Resident
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
-from sie_contracts.ipc import BatchDone, Group, Rows, RunBatch
+from sie_contracts.ipc import BatchDone, Rows
 from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
@@ -85,17 +84,9 @@ class Scoring:
 
     def run(self, asked: Sequence[Asked]) -> list[list[Outcome]]:
         """The outcomes of each request; all of them are one batch."""
-        rows = self.rows(asked)
-        groups, start = [], 0
-        for each, made in zip(asked, rows, strict=True):
-            groups.append(Group(start, start + len(made), self._work(each).options, len(each.texts)))
-            start += len(made)
-        together = [row for made in rows for row in made]
-        message = RunBatch(
-            "parity", self.entry.id, self.operation, np.array([len(row.ids) for row in together], "<i4").tobytes(),
-            np.concatenate([row.ids for row in together]).tobytes(), tuple(groups), rowing.types_of(together),
-            tuple(text for each in asked for text in each.texts), rowing.offsets_of(together),
-        )  # fmt: skip
+        parts = [rowing.Part(made, self._work(each)) for made, each in zip(self.rows(asked), asked, strict=True)]
+        layout: Rows = self.resident.weights.rows[self.operation]
+        message = rowing.to_batch("parity", self.entry.id, self.operation, layout.layout, parts)
         with torch.inference_mode():
             reply = self.engine.execute(message)
         assert isinstance(reply, BatchDone), reply

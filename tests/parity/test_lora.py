@@ -31,11 +31,11 @@ from sie_adapter.lanes import Job, Lanes
 from sie_adapter.linear import BlockedLinear
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed
-from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch
+from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.messages import Input, Ok, RunOptions
 from sie_contracts.settings import Settings
 from sie_sidecar import rows
-from sie_sidecar.rows import Work, types_of
+from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer
 
 # architecture: linear layers of its attention and of its MLP
@@ -84,13 +84,9 @@ class Served:
         operation = self.entry.tasks[0]
         options = RunOptions(outputs=() if operation == "score" else ("dense",), normalize=False)
         query = Input(TEXTS[0]) if operation == "score" else None
-        (made,) = rows.make(tokenizer, self.weights.rows[operation], [Work([Input(text) for text in texts], query, options)])
-        lengths = np.array([len(row.ids) for row in made.rows], "<i4")
-        ids = np.concatenate([row.ids for row in made.rows]).astype("<i4")
-        group = Group(0, len(made.rows), options)
-        return RunBatch(
-            "lora", self.entry.id, operation, lengths.tobytes(), ids.tobytes(), (group,), types_of(made.rows), lora=lora
-        )  # fmt: skip
+        work, layout = Work([Input(text) for text in texts], query, options), self.weights.rows[operation]
+        (made,) = rows.make(tokenizer, layout, [work])
+        return rows.to_batch("lora", self.entry.id, operation, layout.layout, [rows.Part(made.rows, work)], lora=lora)
 
     def answers(self, lora: str = "", texts: Sequence[str] = TEXTS) -> np.ndarray:
         """float32 [texts, width], or scores float64 [texts]."""

@@ -27,7 +27,7 @@ from sie_cli.models import answers
 from sie_config.store import wanted_models
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone, Group, RunBatch
+from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Input, Ok, Operation
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
@@ -62,12 +62,7 @@ def run(engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence
     work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
     (made,) = rowing.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
-    message = RunBatch(
-        "test", entry.id, operation, np.array([len(row.ids) for row in made.rows], "<i4").tobytes(),
-        np.concatenate([row.ids for row in made.rows]).astype("<i4").tobytes(), (Group(0, len(made.rows), options, len(texts)),),
-        rowing.types_of(made.rows), tuple(rowing.texts_of(work)) if layout.layout in ("raw", "spans") else (),
-        rowing.offsets_of(made.rows), options.pooling,
-    )  # fmt: skip
+    message = rowing.to_batch("test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling)
     replies: list[Any] = []
     job = Job(message, replies.append)
     engine.lanes.submit(job)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -59,6 +59,18 @@ _RANKED = 45
 _LORA_SAMPLE = (8, 24)
 
 
+class Filling(NamedTuple):
+    """What fills queries of late interaction up: to `length` tokens with the id `filler`, which the others attend to or not."""
+
+    length: int
+    filler: int
+    attended: bool
+
+    def of(self, batch: Items, queries: np.ndarray) -> Items:
+        """`batch` with those that `queries` (bool [items]) marks filled up."""
+        return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended) if queries.any() else batch
+
+
 class TextEncoder:
     """A loaded model. `forward` may run on several threads at once.
 
@@ -72,6 +84,8 @@ class TextEncoder:
         self.precision = compute.precision
         self.heads: dict[str, Head] = {}
         self.rows: dict[str, Rows] = {}
+        self.filling: Filling | None = None
+        self.query_weights: TokenTable | None = None
         self._entry = entry
         self._compute = compute
         modules = read_modules(folder)
@@ -96,11 +110,11 @@ class TextEncoder:
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Queries of late interaction are filled up with mask tokens."""
-        return batch
+        return self.filling.of(batch, queries) if self.filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
         """Inference-free queries."""
-        return None
+        return self.query_weights.row(ids) if self.query_weights and is_query and head == "sparse" else None
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """Lay out the chosen items with this architecture's positions."""
@@ -235,8 +249,7 @@ class _Builder:
             for token, weight in weights.items():
                 if (number := self.tokenizer.token_to_id(token)) is not None:
                     table[number] = float(weight)
-        lookup = TokenTable(table)
-        encoder.without_pass = lambda head, ids, *, is_query: lookup.row(ids) if is_query and head == "sparse" else None  # type: ignore[method-assign]
+        encoder.query_weights = TokenTable(table)
         return Side(special=False)
 
     def _multivector(self, encoder: TextEncoder) -> tuple[MultivectorHead, Side, Side]:
@@ -256,11 +269,7 @@ class _Builder:
                 raise load_failed("INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less")
             own = options.filler or _special(self.modules.folder, "mask_token") or _special(self.modules.folder, "eos_token")
             filler = self._one_id("token that fills queries", own)
-
-            def prepare(batch: Items, queries: np.ndarray) -> Items:
-                return expanded(batch, np.where(queries, length, 0), filler, attended=options.attends) if queries.any() else batch
-
-            encoder.prepare = prepare  # type: ignore[method-assign]
+            encoder.filling = Filling(length, filler, options.attends)
         return (
             head,
             Side(self._marker(options.query_marker), options.query_length, length),

@@ -1,0 +1,79 @@
+"""What is done when memory runs out: nobody's input is refused before all of it was tried.
+
+    work ──out of memory──► clear the cache ──► evict an idle model, again ──► halve ──► one item: once more alone ──► refused
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sie_adapter.device import give_memory_back
+from sie_adapter.failure import is_out_of_memory
+from sie_adapter.packing import Int64
+from sie_contracts.errors import ResourceExhausted
+
+_logger = logging.getLogger("sie.adapter")
+
+Items = Int64  # places of items in a batch
+
+
+def halved(items: Items) -> tuple[Items, Items]:
+    """Two parts of equal counts."""
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def exhausted() -> ResourceExhausted:
+    """The error of an item that does not fit by itself."""
+    return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The remedies of one device. `make_room` evicts an idle model and says whether it did."""
+
+    device: torch.device
+    make_room: Callable[[], bool]
+
+    def run(
+        self, work: Callable[[Items], None], items: Items, refuse: Callable[[int], None], *,
+        halves: Callable[[Items], tuple[Items, Items]] = halved, learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+    ) -> None:  # fmt: skip
+        """Do `work` on `items`, of which there may be none, in as many parts as memory asks for; `refuse` what does not fit alone.
+
+        `learn` hears which parts fitted. Raises what `work` raises, other than running out of memory.
+        """
+        if not len(items):
+            return
+        is_last = False
+        while not self._fits(work, items):
+            give_memory_back(self.device)
+            _logger.warning("out of memory with %d items", len(items))
+            if self.make_room():
+                continue
+            learn(items, False)
+            if len(items) > 1:
+                for half in halves(items):
+                    self.run(work, half, refuse, halves=halves, learn=learn)
+                return
+            if is_last:
+                refuse(int(items[0]))
+                return
+            gc.collect()
+            is_last = True
+        learn(items, True)
+
+    @staticmethod
+    def _fits(work: Callable[[Items], None], items: Items) -> bool:
+        # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a handled error would
+        try:
+            work(items)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
