@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
+from sie_contracts.runtime import failpoints
 from sie_contracts.runtime.process import EXIT_BAD_SETTING, configure_logging
 from sie_contracts.settings import ROWS, Loaded, Mode, Row, SettingError, load, shown
 
@@ -23,7 +24,7 @@ def settings_options(*components: str) -> Callable[[F], F]:
         for row in reversed(ROWS):
             if row.name.startswith("SIE_") and not row.secret and not set(components).isdisjoint(row.components):
                 function = _option(row)(function)
-        return function
+        return click.option("--failpoints", hidden=True, callback=_failpoints, help=failpoints.__doc__)(function)
 
     return decorate
 
@@ -34,6 +35,14 @@ def _option(row: Row) -> Callable[[F], F]:
     if isinstance(row.default, bool):
         return click.option(f"{row.flag}/--no-{row.flag[2:]}", row.field, default=None, help=text)
     return click.option(*names, row.field, default=None, metavar="VALUE", help=text)
+
+
+def _failpoints(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        failpoints.parse(value or "")
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    return value
 
 
 def flags_of(values: dict[str, Any]) -> dict[str, str]:
@@ -51,6 +60,7 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
         refuse(error)
     if found.settings.log_json:
         configure_logging(json=True)
+    failpoints.arm(values.get("failpoints") or "")
     for warning in found.warnings:
         if found.settings.log_json:
             logging.getLogger("sie.settings").warning("%s", warning)

@@ -58,6 +58,7 @@ class Plan:
     settings: Settings
     flags: Mapping[str, str]
     environ: Mapping[str, str]
+    once: tuple[str, ...] = ()
 
 
 @click.command()
@@ -83,10 +84,11 @@ def serve(
     """
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    failpoints = values.pop("failpoints", None)  # they are its children's
     found = loaded(values, "standalone" if standalone else "queue")
     plan = Plan(
         host, port, (data_dir or default_data_dir()).absolute(), standalone, workers, gateways, spare, found.settings, flags_of(values),
-        os.environ,
+        os.environ, ("--failpoints", failpoints) if failpoints else (),
     )  # fmt: skip
     try:
         if standalone and gateways > 1:
@@ -288,7 +290,7 @@ class _Serve:
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
             # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a limit
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-        return Child(name, argv, environ, grace_s)
+        return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor, adapters: list[Child]) -> None:
         """Say what is ready, then start the warm spares: their imports would only slow the start down."""

@@ -36,12 +36,13 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @dataclass
 class Child:
-    """One process. `grace_s`: how long it may take to end after SIGTERM before it is killed."""
+    """One process. `grace_s`: how long it may take to end after SIGTERM before it is killed. `once`: arguments of the first start only."""
 
     name: str
     argv: Sequence[str]
     environ: Mapping[str, str]
     grace_s: float = 5.0
+    once: Sequence[str] = ()
     restarts: int = 0
     process: asyncio.subprocess.Process | None = None
     keeper: asyncio.Task[None] | None = None
@@ -69,8 +70,9 @@ class Supervisor:
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
 
     async def _spawn(self, child: Child) -> None:
+        argv, child.once = [*child.argv, *child.once], ()
         child.process = await asyncio.create_subprocess_exec(
-            *child.argv, env=dict(child.environ), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            *argv, env=dict(child.environ), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT, start_new_session=True, preexec_fn=self._arrange, limit=1 << 20,
         )  # fmt: skip
         assert child.process.stdout is not None

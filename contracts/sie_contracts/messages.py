@@ -58,6 +58,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
 
     `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the gateway's inbox; a result
     is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
+    A chunk that no message can hold has its inputs and query in the payload store under `payload`, and `count` says how many there are.
     """
 
     request: str
@@ -76,6 +77,15 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     priority: Priority = "interactive"
     cost: int = 0
     traceparent: str = ""
+    query: Input | None = None
+    payload: str = ""
+    count: int = 0
+
+
+class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
+    """What the payload store holds of a work item."""
+
+    inputs: tuple[Input, ...]
     query: Input | None = None
 
 
@@ -148,14 +158,35 @@ class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"
     batch: BatchNote = BatchNote()
 
 
-class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
-    """The gateway's answer to a result: taken, a duplicate of one already taken, or of a request that it no longer knows."""
+class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
+    """Part `index` of `count` of an encoded WorkResult that no message can hold. `digest` is the SHA-256 of the whole, in hex."""
 
-    verdict: Literal["taken", "duplicate", "unknown"]
+    request: str
+    chunk: int
+    attempt: int
+    index: int
+    count: int
+    digest: str
+    data: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
+    """Nobody waits for these requests any more. A hint: whoever misses it runs work whose result is dropped."""
+
+    requests: tuple[str, ...]
+
+
+class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
+    """The gateway's answer to a result: taken, a duplicate of one already taken, or of a request that it no longer knows.
+
+    `part`: a fragment was kept, the rest is awaited.
+    """
+
+    verdict: Literal["taken", "duplicate", "unknown", "part"]
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model on one worker."""
+    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it."""
 
     model: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -164,10 +195,16 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     fingerprint: str = ""
     error: ErrorInfo | None = None
     certificate: dict[str, Any] | None = None
+    load_s: float = 0.0
+    oldest_s: float = 0.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it drains."""
+    """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it drains.
+
+    `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs while it is busy
+    (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost` how many it takes in at most.
+    """
 
     worker: str
     pool: str
@@ -184,6 +221,32 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     queue_depth: int = 0
     config_epoch: str = ""
     models: tuple[ModelStatus, ...] = ()
+    slots: int = 0
+    rate: float = 0.0
+    held_cost: int = 0
+    credit_cost: int = 0
+
+
+class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
+    """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s` of the last host
+    that a model got."""
+
+    at_s: float
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+
+
+class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
+    """Work that was given up, whole: `item` is the encoded WorkItem as it was delivered, so that it can be published again."""
+
+    id: str
+    subject: str
+    item: bytes
+    error: ErrorInfo
+    workers: tuple[str, ...]
+    deliveries: int
+    deaths: int
+    at_s: float
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
@@ -217,12 +280,17 @@ class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
     generated_at: str = ""
 
 
-Message = WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta
+Message = WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta | Fragment | Cancel | Payload | Placement | DeadLetter
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
+decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
+decode_payload = msgspec.msgpack.Decoder(Payload).decode
+decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_placement = msgspec.msgpack.Decoder(Placement).decode
+decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode
 decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode

@@ -1,7 +1,8 @@
 """Messages of every released version: old bytes with new types, new bytes with old types.
 
 `V1...` are the readers of version 1, declared here once and never changed: what they need must stay as it is. `Verbs...` are those that
-know scores and extraction as well. `P2...` read what sidecar and adapter of protocol 2 say to each other; a next protocol replaces them.
+know scores and extraction as well, `Queue...` those of placement, fragments and dead letters. `P2...` read what sidecar and adapter of
+protocol 2 say to each other; a next protocol replaces them.
 """
 
 from __future__ import annotations
@@ -365,16 +366,81 @@ class P2Refused(msgspec.Struct, tag="Refused"):
     batch: str = ""
 
 
+class QueuePayloadWork(VerbsWork, tag="work/1"):
+    payload: str = ""
+    count: int = 0
+
+
+class QueuePayload(msgspec.Struct, tag="payload/1"):
+    inputs: tuple[V1Input, ...]
+    query: V1Input | None = None
+
+
+class QueueFragment(msgspec.Struct, tag="fragment/1"):
+    request: str
+    chunk: int
+    attempt: int
+    index: int
+    count: int
+    digest: str
+    data: bytes
+
+
+class QueueCancel(msgspec.Struct, tag="cancel/1"):
+    requests: tuple[str, ...]
+
+
+class QueueStatus(V1Status):
+    load_s: float = 0.0
+    oldest_s: float = 0.0
+
+
+class QueueHeartbeat(msgspec.Struct, tag="heartbeat/1"):
+    worker: str
+    pool: str
+    machine_profile: str
+    bundle: str
+    ready: bool
+    version: str
+    models: tuple[QueueStatus, ...] = ()
+    slots: int = 0
+    rate: float = 0.0
+    held_cost: int = 0
+    credit_cost: int = 0
+
+
+class QueuePlacement(msgspec.Struct, tag="placement/1"):
+    at_s: float
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+
+
+class QueueDeadLetter(msgspec.Struct, tag="dead/1"):
+    id: str
+    subject: str
+    item: bytes
+    error: V1Error
+    workers: tuple[str, ...]
+    deliveries: int
+    deaths: int
+    at_s: float
+
+
 OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1": V1Work, "result-1": V1Result, "confirm-1": V1Confirmation, "heartbeat-1": V1Heartbeat, "delta-1": V1Delta,
     "export-1": V1Export, "work-1-verbs": VerbsWork, "result-1-verbs": VerbsResult, "heartbeat-1-certificate": CertificateHeartbeat,
+    "work-1-payload": QueuePayloadWork, "payload-1": QueuePayload, "fragment-1": QueueFragment, "cancel-1": QueueCancel,
+    "heartbeat-1-capacity": QueueHeartbeat, "placement-1": QueuePlacement, "dead-1": QueueDeadLetter,
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
     "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Done-lora": P2LoraDone, "ipc2-Refused": P2Refused,
 }  # fmt: skip
 # what is sent today is also sent to those who know less of it
-OLDER_READERS = {"work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat}
+OLDER_READERS = {
+    "work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat, "heartbeat-1-capacity": V1Heartbeat,
+    "work-1-payload": VerbsWork,
+}  # fmt: skip
 
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -392,7 +458,7 @@ def decode(name: str, data: bytes, kind: Any = None) -> Any:
 
 
 # maps of anything, where another key is another value
-_DATA = {"entry", "parameters", "data", "extras", "model_config", "bundles", "certificate"}
+_DATA = {"entry", "parameters", "data", "extras", "model_config", "bundles", "certificate", "hosts", "raised_s"}
 _NAMED = {"outputs", "rows"}  # maps from names that are data to structs
 
 

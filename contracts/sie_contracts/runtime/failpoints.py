@@ -1,0 +1,58 @@
+"""Named places between two effects, where a test lets a process die, stand still or fail. Nothing is armed unless --failpoints says so.
+
+    --failpoints sidecar.before_ack=crash,gateway.published=error:2     die there; fail there twice, then pass
+
+crash: end at once with status 70, nothing is flushed. stop: SIGSTOP to the process itself. error: raise FailpointError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+
+CRASHED = 70
+_ONE = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=(crash|stop|error)(?::([1-9][0-9]*))?")
+_ARMED: dict[str, tuple[str, int]] = {}
+_logger = logging.getLogger("sie.failpoints")
+
+
+class FailpointError(Exception):
+    """An armed failpoint was reached."""
+
+
+def parse(spec: str) -> dict[str, tuple[str, int]]:
+    """What to do at which place, and how often. Raises ValueError for a spec that cannot be read."""
+    found = {}
+    for part in filter(None, (piece.strip() for piece in spec.split(","))):
+        one = _ONE.fullmatch(part)
+        if one is None:
+            raise ValueError(f"{part!r}: expected component.place=crash, =stop or =error, and :count behind it for more than one pass")
+        found[one[1]] = (one[2], int(one[3] or 1))
+    return found
+
+
+def arm(spec: str) -> None:
+    """Arm what `spec` names, and nothing else."""
+    _ARMED.clear()
+    _ARMED.update(parse(spec))
+    if _ARMED:
+        _logger.warning("failpoints are armed: %s", ", ".join(sorted(_ARMED)))
+
+
+def failpoint(name: str) -> None:
+    """Pass the place `name`. Free while nothing is armed."""
+    if _ARMED and name in _ARMED:
+        _hit(name)
+
+
+def _hit(name: str) -> None:
+    action, left = _ARMED.pop(name)
+    if left > 1:
+        _ARMED[name] = (action, left - 1)
+    if action == "crash":
+        os._exit(CRASHED)
+    if action == "error":
+        raise FailpointError(name)
+    os.kill(os.getpid(), signal.SIGSTOP)
