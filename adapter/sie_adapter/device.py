@@ -37,6 +37,7 @@ _DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": to
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 _MAPPED_BYTES = 32 << 20  # from here on an allocation has pages of its own; glibc takes no more
+_APART_BYTES = 1 << 20  # the same for what leaves holes in the heap
 _apart, _apart_lock = 0, threading.Lock()  # loads that are going on
 _CLAIM_BYTES = 8 << 20  # several times what oneDNN takes for one new shape, about 1 MB
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
@@ -302,13 +303,19 @@ def keep_freed_memory() -> None:
     """Let the C allocator keep what is freed, up to 512 MiB in each arena, instead of returning the states of each layer to the kernel.
 
     Without it page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still returns all of it.
-    Under a limit on data the heap grows by 1 MiB at a time: by 64 a small allocation would fail while there is room for it.
+    Under a limit on data nothing is kept: holes between what lives on count as data, and after some thousand batches no tensor of one item
+    found room in 150 MiB of them. The heap grows by 1 MiB at a time then: by 64 a small allocation would fail while there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        pad = 1 << 20 if _data_limit() is not None else 64 << 20
-        for parameter, value in ((_M_MMAP_THRESHOLD, _MAPPED_BYTES), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, pad)):
+        pad = 1 << 20 if is_limited() else 64 << 20
+        for parameter, value in ((_M_MMAP_THRESHOLD, _mapped_bytes()), (_M_TRIM_THRESHOLD, 512 << 20), (_M_TOP_PAD, pad)):
             libc.mallopt(parameter, value)
+
+
+def _mapped_bytes() -> int:
+    """From which size on an allocation gets pages of its own."""
+    return _APART_BYTES if _apart or is_limited() else _MAPPED_BYTES
 
 
 @contextlib.contextmanager
@@ -323,14 +330,13 @@ def weights_apart() -> Iterator[None]:
     libc = ctypes.CDLL(None)
     with _apart_lock:
         _apart += 1
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.mallopt(_M_MMAP_THRESHOLD, _mapped_bytes())
     try:
         yield
     finally:
         with _apart_lock:
             _apart -= 1
-            if not _apart:
-                libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+            libc.mallopt(_M_MMAP_THRESHOLD, _mapped_bytes())
 
 
 def is_limited() -> bool:
