@@ -1,11 +1,12 @@
 # make serve   the whole cluster on this machine        make test         what CI runs first
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
+# make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 
-.PHONY: install serve test test-system test-long lint bench clean
+.PHONY: install serve test test-system test-long lint bench bench-queue chaos clean
 
 install: $(VENV)/.installed
 
@@ -21,7 +22,7 @@ serve: install
 	exec $(BIN)/sie serve --exit-with-parent $(ARGS)
 
 test: install lint
-	$(PYTEST) tests/unit tests/contract tests/parity tests/system -m 'not debian and not long' $(ARGS)
+	$(PYTEST) tests/unit tests/contract tests/simulation tests/parity tests/system -m 'not debian and not long' $(ARGS)
 
 test-system: install
 	$(PYTEST) tests -m debian $(ARGS)
@@ -35,6 +36,14 @@ lint: install
 
 bench: install
 	$(BIN)/python bench/overhead.py
+
+bench-queue: install
+	$(BIN)/python bench/request_cost.py --long
+	$(BIN)/python bench/overload.py
+	$(BIN)/python bench/fairness.py
+
+chaos: install
+	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection with one request in progress."""
+    """One HTTP/1.1 connection with one request in progress.
+
+    `head` is that of the last response, in lower case. `unasked` counts bytes that came while no request was in progress.
+    """
 
     def __init__(self) -> None:
+        self.head = b""
+        self.unasked = 0
         self._buffer = bytearray()
         self._done: asyncio.Future[tuple[int, bytes]] | None = None
         self._transport: asyncio.Transport | None = None
@@ -20,6 +26,9 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._done is None or self._done.done():
+            self.unasked += len(data)
+            return
         self._buffer += data
         head_end = self._buffer.find(b"\r\n\r\n")
         if head_end < 0:
@@ -27,21 +36,34 @@ class Connection(asyncio.Protocol):
         head = bytes(self._buffer[:head_end]).lower()
         start = head.index(b"content-length:") + 15
         length = int(head[start : head.find(b"\r\n", start) if b"\r\n" in head[start:] else len(head)])
-        if len(self._buffer) >= head_end + 4 + length and self._done is not None:
-            body = bytes(self._buffer[head_end + 4 : head_end + 4 + length])
+        end = head_end + 4 + length
+        if len(self._buffer) >= end:
+            body = bytes(self._buffer[head_end + 4 : end])
+            self.head, self.unasked = head, self.unasked + len(self._buffer) - end
             self._buffer.clear()
             self._done.set_result((int(head[9:12]), body))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
         if self._done is not None and not self._done.done():
             self._done.set_exception(ConnectionError("the server closed the connection"))
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
     async def send(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body."""
-        assert self._transport is not None
+        """Status and body. Raises ConnectionError."""
+        if self._transport is None:
+            raise ConnectionError("the server closed the connection")
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._done
+
+    def headers(self) -> dict[str, str]:
+        """Of the last response."""
+        pairs = (line.partition(b":") for line in self.head.split(b"\r\n")[1:])
+        return {name.decode(): value.strip().decode("latin-1") for name, _, value in pairs}
 
     def close(self) -> None:
         if self._transport is not None:
@@ -53,8 +75,10 @@ async def connect(host: str, port: int) -> Connection:
     return protocol
 
 
-def request(path: str, body: bytes, content_type: str = "application/msgpack") -> bytes:
+def request(path: str, body: bytes, content_type: str = "application/msgpack", **headers: str) -> bytes:
+    """The bytes of a request; underscores in the names of headers are hyphens."""
     lines = [f"POST {path} HTTP/1.1", "host: bench", f"content-type: {content_type}", f"accept: {content_type}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
@@ -79,3 +103,111 @@ async def closed_loop(host: str, port: int, requests: Sequence[bytes], *, client
     started_s = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     return len(latencies), time.perf_counter() - started_s, latencies
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request. Times are those of `time.perf_counter`; status 0 means that none came."""
+
+    started_s: float
+    ended_s: float
+    status: int
+    body: bytes = b""
+
+    @property
+    def taken_s(self) -> float:
+        return self.ended_s - self.started_s
+
+
+class Clients:
+    """Clients of one server that send their next request when the last was answered, until told to stop. Failures are answers too."""
+
+    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, count: int, pause_s: float = 0.0) -> None:
+        self.answers: list[Answer] = []
+        self._requests = requests
+        self._stopping = asyncio.Event()
+        self._pause_s = pause_s
+        self._tasks = [asyncio.create_task(self._client(host, port)) for _ in range(count)]
+
+    async def _client(self, host: str, port: int) -> None:
+        connection = await connect(host, port)
+        while not self._stopping.is_set():
+            if not connection.is_open:
+                connection = await connect(host, port)
+            self.answers.append(await _timed(connection, next(self._requests)))
+            if self._pause_s:
+                await asyncio.sleep(self._pause_s)
+        connection.close()
+
+    async def stop(self) -> list[Answer]:
+        """Wait for what was sent; all answers."""
+        self._stopping.set()
+        await asyncio.gather(*self._tasks)
+        return self.answers
+
+
+class OpenLoop:
+    """Requests at a fixed rate, whatever happens to those before. Connections are kept and used again; `most` of them at once.
+
+    `late_s` is the longest that a request left after its time: above some ms the generator, not the server, was measured.
+    `unsent` counts those for which there was no connection.
+    """
+
+    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float, most: int = 4096) -> None:
+        self.answers: list[Answer] = []
+        self.late_s = 0.0
+        self.unsent = 0
+        self._address = host, port
+        self._requests = requests
+        self._rate, self._seconds, self._most = rate, seconds, most
+        self._idle: list[Connection] = []
+        self._open = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> list[Answer]:
+        """Send everything; returns when the last request is on its way. `finish` waits for the answers."""
+        begin_s = time.perf_counter()
+        for number in range(int(self._rate * self._seconds)):
+            due_s = begin_s + number / self._rate
+            ahead_s = due_s - time.perf_counter()
+            if ahead_s > 0.001:
+                await asyncio.sleep(ahead_s)
+            self.late_s = max(self.late_s, time.perf_counter() - due_s)
+            if not self._idle and self._open >= self._most:
+                self.unsent += 1
+                continue
+            task = asyncio.create_task(self._one(self._idle.pop() if self._idle else None, next(self._requests)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return self.answers
+
+    async def finish(self) -> list[Answer]:
+        await asyncio.gather(*self._tasks)
+        for connection in self._idle:
+            connection.close()
+        return self.answers
+
+    async def _one(self, connection: Connection | None, message: bytes) -> None:
+        if connection is None or not connection.is_open:
+            self._open += connection is None
+            connection = await connect(*self._address)
+        answer = await _timed(connection, message)
+        self.answers.append(answer)
+        if answer.status:
+            self._idle.append(connection)
+        else:
+            self._open -= 1
+
+
+async def _timed(connection: Connection, message: bytes) -> Answer:
+    started_s = time.perf_counter()
+    try:
+        status, body = await connection.send(message)
+    except ConnectionError as error:
+        return Answer(started_s, time.perf_counter(), 0, str(error).encode())
+    return Answer(started_s, time.perf_counter(), status, body)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie; 0 of none."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0.0

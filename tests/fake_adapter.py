@@ -78,6 +78,7 @@ class FakeAdapter:
         self.refusals: dict[str, SIEError] = {}
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loads: list[str] = []
+        self.evictable: list[tuple[str, ...]] = []  # that each of these loads was offered
         self.most_loras = 10
         self.loras: dict[str, list[str]] = {}
         self.lora_loads: list[str] = []
@@ -202,6 +203,7 @@ class FakeAdapter:
 
     async def _load(self, request: ipc.EnsureReady) -> ipc.Reply:
         self.loads.append(request.model)
+        self.evictable.append(request.evictable)
         self._note()
         if self.hold_loads:
             await self._hold()

@@ -38,9 +38,8 @@ class NatsServer:
         self.port = free_port()
         self.monitor_port = free_port()
         self.log: deque[str] = deque(maxlen=200)
-        self._config = (
-            f'jetstream {{ store_dir: "{folder / "store"}", sync_interval: "{sync_interval}" }}\nmax_payload: {max_payload}\n{extra}\n'
-        )
+        self._max_payload = max_payload
+        self._config = f'jetstream {{ store_dir: "{folder / "store"}", sync_interval: "{sync_interval}" }}\n{extra}\n'
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -52,11 +51,16 @@ class NatsServer:
     def monitor_url(self) -> str:
         return f"http://127.0.0.1:{self.monitor_port}"
 
+    def set_max_payload(self, max_payload: int) -> None:
+        """For the next start."""
+        self._max_payload = max_payload
+
     def start(self) -> NatsServer:
         assert self._process is None, "it runs already"
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "server.conf"
-        config.write_text(f'listen: "127.0.0.1:{self.port}"\nhttp: "127.0.0.1:{self.monitor_port}"\n{self._config}')
+        ports = f'listen: "127.0.0.1:{self.port}"\nhttp: "127.0.0.1:{self.monitor_port}"\n'
+        config.write_text(f"{ports}max_payload: {self._max_payload}\n{self._config}")
         self._process = subprocess.Popen([binary(), "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self._process, ready), daemon=True)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sie_contracts.errors import ShuttingDown
+from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
+from sie_contracts.runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -90,13 +91,24 @@ class Lanes:
                 return
             self._busy_since[lane] = time.monotonic()
             job.answer(BatchStarted(job.message.batch))
+            failpoint("adapter.batch_started")
             answer = self._execute(job.message)
             self._busy_since[lane] = 0.0
             self._batches[lane] += 1
+            failpoint("adapter.batch_ran")
             job.answer(answer)
         except Exception:
             # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with it
             _logger.exception("a lane failed")
+            _refuse(job)
         finally:
             self._busy_since[lane] = 0.0
             job.finished.set()
+
+
+def _refuse(job: Job) -> None:
+    """Its sidecar waits for a terminal reply without a bound of its own."""
+    try:
+        job.answer(Refused(InternalFailure("a lane of the adapter failed, see its log").info(), job.message.batch))
+    except Exception:
+        _logger.exception("batch %s is not answered", job.message.batch)

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
+SPARE_ATTEMPTS = 10
 _BACKLOG = 128
 _LOCKED, _DRAIN = b"L", b"D"  # no signal that is handled has these numbers
 
@@ -42,7 +44,7 @@ def run(settings: Settings) -> int:
         engine = _prepare(settings)
         path = Path(settings.ipc_socket_path)
         with _lock_file(path) as lock:
-            if not _wait_for_lock(lock, wake, waker):
+            if not _wait_for_lock(path, lock, wake, waker):
                 _logger.info("adapter stopped while it waited as a spare")
                 return 0
             _serve(path, engine, wake, waker)
@@ -110,7 +112,22 @@ def _lock_file(path: Path) -> Iterator[int]:
         os.close(lock)
 
 
-def _wait_for_lock(lock: int, wake: socket.socket, waker: socket.socket) -> bool:
+@contextlib.contextmanager
+def _known_as_spare(path: Path) -> Iterator[None]:
+    """Hold the lock by which a sidecar sees that a spare is warm. One of several spares is enough."""
+    known = os.open(f"{path}.spare", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        for _ in range(SPARE_ATTEMPTS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(known, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)  # a sidecar that looks holds it for microseconds
+        yield
+    finally:
+        os.close(known)
+
+
+def _wait_for_lock(path: Path, lock: int, wake: socket.socket, waker: socket.socket) -> bool:
     """Wait until this process holds the lock; false if a signal came first."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,8 +138,9 @@ def _wait_for_lock(lock: int, wake: socket.socket, waker: socket.socket) -> bool
         fcntl.flock(lock, fcntl.LOCK_EX)
         _wake(waker, _LOCKED)
 
-    threading.Thread(target=wait, name="lock", daemon=True).start()
-    return wake.recv(1) == _LOCKED
+    with _known_as_spare(path):
+        threading.Thread(target=wait, name="lock", daemon=True).start()
+        return wake.recv(1) == _LOCKED
 
 
 def _wake(waker: socket.socket, reason: bytes) -> None:

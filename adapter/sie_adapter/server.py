@@ -23,6 +23,7 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import parse_entry
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.ipc import FrameError, Refused, Reply, Request
+from sie_contracts.runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -142,7 +143,9 @@ class Server:
             case ipc.Describe():
                 return self._engine.describe()
             case ipc.EnsureReady():
+                failpoint("adapter.before_load")
                 resident, evicted = residency.ensure(request.model, parse_entry(request.entry), request.profile, request.evictable)
+                failpoint("adapter.loaded")
                 weights = resident.weights
                 loaded = resident.describe(time.monotonic())
                 return ipc.Ready(loaded, weights.tokenizer, weights.max_tokens, dict(weights.rows), round(resident.load_s, 3), evicted)

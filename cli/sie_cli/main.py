@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
 import sie_contracts
+from sie_cli.bench import bench
+from sie_cli.dlq import dlq
 from sie_cli.models import models
 from sie_cli.options import loaded, refuse, settings_options
 from sie_cli.serve import serve
+from sie_cli.topology import topology
 from sie_contracts.errors import SIEError
 from sie_contracts.runtime.process import Stop, configure_logging
 from sie_contracts.runtime.process import run as run_process
@@ -28,7 +32,10 @@ def main() -> None:
     sie serve                  the whole cluster on this machine
     sie serve --standalone     the same without a broker
     sie settings               every setting, its value and where it came from
+    sie dlq list               work that was given up
     sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue
+    sie bench replay TRACE     what other settings would do to recorded or generated traffic
+    sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """
 
 
@@ -67,13 +74,23 @@ def config(host: str, port: int, **values: Any) -> None:
 
 @main.command()
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address of the probes and metrics.")
+@click.option("--record-trace", type=click.Path(path_type=Path, dir_okay=False), help="Append what runs to a trace for `sie bench replay`.")
 @settings_options("sidecar")
-def sidecar(host: str, **values: Any) -> None:
+def sidecar(host: str, record_trace: Path | None, **values: Any) -> None:
     """The worker's scheduler: pulls, tokenises, batches, settles."""
+    from sie_sidecar import recording
     from sie_sidecar.process import run
 
     settings = loaded(values).settings
-    _run(settings.log_json, lambda stop: run(settings, stop, host=host))
+    if record_trace is not None:
+        try:
+            recording.begin(record_trace, settings)
+        except OSError as error:
+            refuse(error)
+    try:
+        _run(settings.log_json, lambda stop: run(settings, stop, host=host))
+    finally:
+        recording.end()
 
 
 @main.command()
@@ -126,4 +143,7 @@ def standalone(arguments: tuple[str, ...]) -> None:
 
 
 main.add_command(serve)
+main.add_command(dlq)
 main.add_command(models)
+main.add_command(bench)
+main.add_command(topology)

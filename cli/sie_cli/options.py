@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from sie_contracts.runtime import failpoints
 from sie_contracts.runtime.process import EXIT_BAD_SETTING, configure_logging
-from sie_contracts.settings import ROWS, Loaded, Mode, Row, SettingError, load, shown
+from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, SettingError, Settings, load, shown
+
+if TYPE_CHECKING:
+    from sie_contracts.broker.nats import NatsBroker
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+CONNECT_S = 5.0
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
@@ -25,6 +31,17 @@ def settings_options(*components: str) -> Callable[[F], F]:
             if row.name.startswith("SIE_") and not row.secret and not set(components).isdisjoint(row.components):
                 function = _option(row)(function)
         return click.option("--failpoints", hidden=True, callback=_failpoints, help=failpoints.__doc__)(function)
+
+    return decorate
+
+
+def named_options(*names: str) -> Callable[[F], F]:
+    """Add an option for each of these settings."""
+
+    def decorate(function: F) -> F:
+        for name in reversed(names):
+            function = _option(BY_NAME[name])(function)
+        return function
 
     return decorate
 
@@ -67,6 +84,28 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
         else:
             click.echo(f"warning: {warning}", err=True)
     return found
+
+
+def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
+    """The outcome of `work` at the broker of these settings; ends the process with status 2 where it cannot be asked."""
+    from sie_contracts.broker import BrokerError
+    from sie_contracts.broker.nats import NatsBroker
+
+    async def run() -> T:
+        if settings.nats_url is None:
+            raise SettingError("SIE_NATS_URL", "which broker? Give --nats-url; `sie serve` prints its own, /health of a gateway too")
+        broker = NatsBroker(name)
+        await broker.open(settings.nats_url, CONNECT_S)
+        try:
+            return await work(broker)
+        finally:
+            await broker.close()
+
+    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # what matters of it is the error
+    try:
+        return asyncio.run(run())
+    except (SettingError, BrokerError) as error:
+        refuse(error)
 
 
 def refuse(error: Exception) -> NoReturn:

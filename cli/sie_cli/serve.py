@@ -219,6 +219,8 @@ class _Serve:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
+        if plan.settings.payload_store_url is None:
+            self._flags["SIE_PAYLOAD_STORE_URL"] = str(plan.data_dir / "payloads")
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first four."""

@@ -19,6 +19,7 @@ from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, KeyValue, Write, WrongRevision
 from sie_contracts.catalogue import Bundle, ModelEntry, packaged_folder
 from sie_contracts.messages import ConfigDelta, ConfigExport, ConfigModel
+from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.runtime.feed import read_bundles, read_folder
 from sie_contracts.settings import SettingError, Settings
 
@@ -102,6 +103,7 @@ class CatalogueStore:
             )
             for model, change in changes.items()
         ]
+        failpoint("config.before_write")
         last = await self._bucket.write(writes)
         epoch = await self._bucket.epoch()
         created = epoch.rpartition(":")[0]
@@ -109,6 +111,7 @@ class CatalogueStore:
             raw = None if change.entry is None else msgspec.to_builtins(change.entry)
             delta = ConfigDelta(PRODUCER, f"{created}:{number - 1}", f"{created}:{number}", model, number, raw)
             for bundle in change.bundles:
+                failpoint("config.before_broadcast")
                 await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
         return f"{created}:{last}"
 

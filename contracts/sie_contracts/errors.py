@@ -18,6 +18,7 @@ SIEError
 ├── ModelLoadFailed          502  MODEL_LOAD_FAILED        never with Retry-After
 ├── LoraLoadFailed           502  LORA_LOAD_FAILED         never with Retry-After
 ├── ModelLoading             503  MODEL_LOADING            retryable from here on
+├── Provisioning             503  PROVISIONING             202 to clients that expect it
 ├── LoraLoading              503  LORA_LOADING
 ├── ResourceExhausted        503  RESOURCE_EXHAUSTED
 ├── QueueFull                503  QUEUE_FULL
@@ -164,6 +165,10 @@ class LoraLoadFailed(SIEError):
 
 class ModelLoading(SIEError):
     code, status, retryable, retry_after_s = "MODEL_LOADING", 503, True, 5
+
+
+class Provisioning(SIEError):
+    code, status, retryable, retry_after_s = "PROVISIONING", 503, True, 5
 
 
 class LoraLoading(SIEError):

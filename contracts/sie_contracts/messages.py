@@ -6,7 +6,7 @@ One encoded example of every message and version is kept under tests/contract/fi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -14,6 +14,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.muvera import Muvera
 
 Priority = Literal["interactive", "bulk"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 Operation = Literal["encode", "score", "extract"]
 Truncate = Literal["END", "START", "NONE"]
 
@@ -130,6 +131,7 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
     inference_ms: float = 0.0
     postprocess_ms: float = 0.0
     worker_ms: float = 0.0
+    fetch_ms: float = 0.0
 
 
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -186,7 +188,8 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it."""
+    """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it, `cost_rate`
+    the tokens a second that were taken in for it lately."""
 
     model: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -197,13 +200,16 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     certificate: dict[str, Any] | None = None
     load_s: float = 0.0
     oldest_s: float = 0.0
+    cost_rate: float = 0.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
     """A worker's own account of itself. `ready` is false while its adapter does not answer; `leaving` says that it drains.
 
     `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs while it is busy
-    (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost` how many it takes in at most.
+    (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost` and
+    `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has `batch_cost` tokens at most, and
+    at the adapter are `pipeline` batches at most.
     """
 
     worker: str
@@ -225,6 +231,34 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     rate: float = 0.0
     held_cost: int = 0
     credit_cost: int = 0
+    credit_items: int = 0
+    batch_cost: int = 0
+    pipeline: int = 0
+
+
+class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway puts into the queue at one priority of a lane: messages and their tokens lately (halved each minute), tokens a second,
+    and the tokens that wait in the gateway for their turn."""
+
+    messages: float
+    tokens: float
+    rate: float = 0.0
+    waiting: int = 0
+
+
+class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
+    """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine profile.bundle.priority`.
+    """
+
+    gateway: str
+    leaving: bool = False
+    traffic: dict[str, LaneTraffic] = {}
+
+
+class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
+    """Somebody asked a lane for what no worker of it had ready. It counts until DEMAND_LIFE_S after `at_s`, the broker's time."""
+
+    at_s: float
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
@@ -280,7 +314,10 @@ class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
     generated_at: str = ""
 
 
-Message = WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta | Fragment | Cancel | Payload | Placement | DeadLetter
+Message = (
+    WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta | Fragment | Cancel | Payload | Placement | DeadLetter
+    | GatewayBeat | Demand
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
@@ -289,6 +326,8 @@ decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
 decode_payload = msgspec.msgpack.Decoder(Payload).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode
+decode_demand = msgspec.msgpack.Decoder(Demand).decode
 decode_placement = msgspec.msgpack.Decoder(Placement).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from sie_contracts.topology import pool_name
 
@@ -189,6 +189,34 @@ def _url(*schemes: str, bare_path: bool = False) -> tuple[str, Parse]:
     return expected + (" or a path" if bare_path else ""), parse
 
 
+@dataclass(frozen=True)
+class StoreUrl:
+    """Where objects are kept: `scheme` s3 or gs with bucket and prefix, or file with an absolute path and no bucket."""
+
+    scheme: Literal["s3", "gs", "file"]
+    bucket: str
+    path: str
+
+
+def store_url(text: str) -> StoreUrl:
+    """`s3://bucket/prefix`, `gs://bucket/prefix`, `file:///path` or a path. Raises ValueError."""
+    pieces = urlsplit(text)
+    if not pieces.scheme and text.strip():
+        return StoreUrl("file", "", os.path.abspath(text))
+    if pieces.query or pieces.fragment:
+        raise ValueError("neither a query nor a fragment")
+    if pieces.scheme == "file" and pieces.netloc in ("", "localhost") and pieces.path.strip("/"):
+        return StoreUrl("file", "", os.path.abspath(unquote(pieces.path)))
+    if pieces.scheme in ("s3", "gs") and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", pieces.netloc):
+        return StoreUrl("s3" if pieces.scheme == "s3" else "gs", pieces.netloc, unquote(pieces.path).strip("/"))
+    raise ValueError
+
+
+def _payload_store(text: str) -> str:
+    store_url(text)
+    return text
+
+
 def _socket_path(text: str) -> str:
     if not text.startswith("/") or len(text.encode()) > 100:
         raise ValueError
@@ -224,6 +252,7 @@ LABEL = _pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0
 DEVICE = _pattern("auto, cuda, cuda:N, mps or cpu", r"auto|cpu|mps|cuda(:\d+)?", lower=True)
 STORE = _url("s3", "gs", bare_path=True)
 CLUSTER_STORE = _url("s3", "gs")
+PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _payload_store
 
 
 def _pool(text: str) -> str:
@@ -253,22 +282,22 @@ class Settings:
     rust_pipeline_depth: int = _row(2, "SIE_RUST_PIPELINE_DEPTH", "sidecar", _whole(1, 8), "Batches sent ahead to the adapter, per inference lane: one runs, the rest are ready. The name is historical.")
     batcher_coalesce_ms: int = _row(5, "SIE_BATCHER_COALESCE_MS", "sidecar", _whole(0), "How long a batch may wait for more of its kind, milliseconds.", mode="queue")
     batcher_max_batch_requests: int = _row(12, "SIE_BATCHER_MAX_BATCH_REQUESTS", "sidecar", _whole(1), "Work items (queue messages) per batch; a chunk of many texts is one.", mode="queue")
-    adaptive_min_quantum_ms: int = _row(2, "SIE_ADAPTIVE_MIN_QUANTUM_MS", "sidecar", _whole(0), "Shortest gathering of deliveries before they are tokenised together, milliseconds.", waits_for="adaptive quantum")
-    adaptive_max_quantum_ms: int = _row(15, "SIE_ADAPTIVE_MAX_QUANTUM_MS", "sidecar", _whole(0), "Longest gathering of deliveries, milliseconds.", waits_for="adaptive quantum")
-    adaptive_target_p50_ms: float = _row(50.0, "SIE_ADAPTIVE_TARGET_P50_MS", "sidecar", _number(0, open_low=True), "Median latency that the gathering steers toward, milliseconds.", waits_for="adaptive quantum")
+    adaptive_min_quantum_ms: int = _row(2, "SIE_ADAPTIVE_MIN_QUANTUM_MS", "sidecar", _whole(0), "Shortest gathering of deliveries before they are tokenised together, milliseconds.")
+    adaptive_max_quantum_ms: int = _row(15, "SIE_ADAPTIVE_MAX_QUANTUM_MS", "sidecar", _whole(0), "Longest gathering of deliveries, milliseconds.")
+    adaptive_target_p50_ms: float = _row(50.0, "SIE_ADAPTIVE_TARGET_P50_MS", "sidecar", _number(0, open_low=True), "Median latency that the gathering steers toward, milliseconds.")
     chunk_cost: int = _row(4096, "SIE_CHUNK_COST", "gateway", _whole(1), "Tokens per queue message: a request is split by cost into messages of about this size.")
-    bulk_max_overtakes: int = _row(4, "SIE_BULK_MAX_OVERTAKES", "sidecar", _whole(0), "How often interactive batches may overtake the oldest bulk batch.")
-    key_window_tokens: int = _row(65536, "SIE_KEY_WINDOW_TOKENS", "gateway", _whole(1), "Tokens in the queue per key, lane and priority.", waits_for="fairness between keys")
-    adopt_after_ms: int = _row(2000, "SIE_ADOPT_AFTER_MS", "sidecar", _whole(0), "Age of a model's oldest item past which it gets one more host.", waits_for="placement table")
+    bulk_max_overtakes: int = _row(4, "SIE_BULK_MAX_OVERTAKES", "sidecar gateway", _whole(0), "How often interactive batches may overtake the oldest bulk batch.")
+    key_window_tokens: int = _row(65536, "SIE_KEY_WINDOW_TOKENS", "gateway", _whole(1), "Tokens in the queue per key, lane and priority.")
+    adopt_after_ms: int = _row(2000, "SIE_ADOPT_AFTER_MS", "gateway", _whole(0), "Age of a model's oldest item past which it gets one more host.")
     swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it.")
     # cluster
     nats_url: str | None = _row(None, "SIE_NATS_URL", "gateway sidecar config", _url("nats", "tls"), "Broker. Credentials in it are never shown.")
     gateway_health_mode: str = _row("ws", "SIE_GATEWAY_HEALTH_MODE", "gateway", _choice("ws", "nats"), "Source of worker health; `sie serve` and the chart say nats.", waits_for="websocket health")
     gateway_configured_gpus: tuple[str, ...] | None = _row(None, "SIE_GATEWAY_CONFIGURED_GPUS", "gateway", LIST, "Machine profiles that may be routed to, also when no worker of them is up.")
     config_service_url: str | None = _row(None, "SIE_CONFIG_SERVICE_URL", "gateway sidecar", HTTP, "Config service that gateway and sidecar read the catalogue from.")
-    payload_store_url: str | None = _row(None, "SIE_PAYLOAD_STORE_URL", "gateway sidecar adapter", STORE, "Store for payloads over the inline limit.", waits_for="payload store")
+    payload_store_url: str | None = _row(None, "SIE_PAYLOAD_STORE_URL", "gateway sidecar", PAYLOAD_STORE, "Store for inputs over the inline limit, shared by gateways and workers. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: such inputs are refused.")
     inline_payload_bytes: int | None = _row(None, "SIE_INLINE_PAYLOAD_BYTES", "gateway", _whole(1024), "Largest payload inside a queue message. Default and upper limit: the broker's max_payload less headers.")
-    payload_ttl_s: int | None = _row(None, "SIE_PAYLOAD_TTL_S", "gateway", _whole(1), "Life of an object in the payload store, seconds.", waits_for="payload store")
+    payload_ttl_s: int | None = _row(None, "SIE_PAYLOAD_TTL_S", "gateway", _whole(1), "Life of an object in the payload store, seconds, above the age limit of the work stream. Default: that and an hour.")
     admin_token: Secret | None = _row(None, "SIE_ADMIN_TOKEN", "gateway config", SECRET, "Bearer token with every scope. Unset: admin operations are refused.")
     config_read_token: Secret | None = _row(None, "SIE_CONFIG_READ_TOKEN", "gateway sidecar config", SECRET, "Bearer token that reads the config epoch and export and never writes.")
     auth_mode: str = _row("none", "SIE_AUTH_MODE", "gateway", _choice("none", "static", "token"), "Authentication of the gateway: none, static tokens, or keys kept hashed in the broker.")
@@ -282,7 +311,7 @@ class Settings:
     gateway_k8s_port: int = _row(8080, "SIE_GATEWAY_K8S_PORT", "gateway", _whole(1, 65535), "Worker port of endpoint discovery.", waits_for="websocket health")
     gateway_metrics_port: int = _row(9090, "SIE_GATEWAY_METRICS_PORT", "gateway", PORT, "Port of /metrics and the probes, never behind a token. 0 picks a free one.")
     gateway_request_timeout: float = _row(120.0, "SIE_GATEWAY_REQUEST_TIMEOUT", "gateway", _number(0, 600, open_low=True), "Budget of a request, seconds; a smaller X-SIE-Timeout-Ms wins.")
-    load_hold_s: float = _row(20.0, "SIE_LOAD_HOLD_S", "gateway", _number(0, 29.999), "How long a request waits for a cold model or lane, seconds.", waits_for="scale from zero")
+    load_hold_s: float = _row(20.0, "SIE_LOAD_HOLD_S", "gateway", _number(0, 29.999), "How long a request waits for a cold model or lane, seconds.")
     root_path: str | None = _row(None, "SIE_ROOT_PATH", "gateway", _pattern("a path that starts with / and does not end with it", r"(/[A-Za-z0-9._~-]+)+"), "Prefix under which a reverse proxy serves the gateway.")
     default_models: tuple[tuple[str, str], ...] | None = _row(None, "SIE_DEFAULT_MODELS", "gateway", ("a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict", _pairs), "Models of the Text Embeddings Inference routes.", waits_for="Text Embeddings Inference routes")
     pool_write_role: str = _row("user", "SIE_POOL_WRITE_ROLE", "gateway", _choice("user", "admin"), "Who makes and deletes reservations.", waits_for="reservations")
@@ -299,8 +328,8 @@ class Settings:
     worker_id: str | None = _row(None, "SIE_WORKER_ID", "sidecar", LABEL, "Stable id in logs, results and health. Default: the pod's host name, else a UUID.")
     machine_profile: str | None = _row(None, "SIE_MACHINE_PROFILE", "sidecar gateway", LABEL, "Kind of node, for routing, and the key of measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL.")
     gpu_count: int = _row(1, "SIE_GPU_COUNT", "sidecar", _whole(0), "GPUs advertised in health.")
-    gateway_url: str | None = _row(None, "SIE_GATEWAY_URL", "sidecar", HTTP, "Gateway asked for pool assignments.", waits_for="pool admission")
-    pool_admission_enabled: bool = _row(True, "SIE_POOL_ADMISSION_ENABLED", "sidecar", BOOL, "Ask for pool assignments before pulling.", waits_for="pool admission")
+    gateway_url: str | None = _row(None, "SIE_GATEWAY_URL", "sidecar", HTTP, "Gateway asked for pool assignments.")
+    pool_admission_enabled: bool = _row(True, "SIE_POOL_ADMISSION_ENABLED", "sidecar", BOOL, "Ask for pool assignments before pulling.")
     worker_ping_interval_ms: int = _row(2000, "SIE_WORKER_PING_INTERVAL_MS", "sidecar", _whole(100), "Cadence of the adapter ping, milliseconds.")
     worker_readyz_stale_mult: float = _row(3.0, "SIE_WORKER_READYZ_STALE_MULT", "sidecar", _number(1), "Ping intervals without success before /readyz fails.")
     worker_config_poll_interval_ms: int = _row(30000, "SIE_WORKER_CONFIG_POLL_INTERVAL_MS", "sidecar", _whole(1000), "Poll of the config epoch, milliseconds.")

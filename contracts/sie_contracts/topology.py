@@ -1,7 +1,15 @@
 """Names and settings of every subject, stream, consumer and bucket. The gateway creates and updates; everybody else verifies.
 
-One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Filters are disjoint by
-construction because tokens are injective. A name is never parsed back: the model id is read from the payload.
+One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Where a stream has as many of them
+as it should, further models share hashed slots:
+
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}           a model's own subject, and its consumer's filter
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  the same work by way of a slot
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
+
+Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length. So both ways may
+hold messages of one model at once, each with its own consumer, and every subject says which consumer serves it (`consumer_of`). No name is
+ever turned back into a model: its id is read from the payload.
 """
 
 from __future__ import annotations
@@ -10,11 +18,20 @@ import functools
 import hashlib
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-TOPOLOGY_VERSION = 1
+TOPOLOGY_VERSION = 2
 
 CATALOGUE_BUCKET = "sie_catalogue"
+PLACEMENT_BUCKET = "sie_placement"
+POISON_BUCKET = "sie_poison"
+DEMAND_BUCKET = "sie_demand"
+LEASES_BUCKET = "sie_leases"
+POISON_LIFETIME_S = 3600.0
+DEAD_LETTER_BYTES = 256 << 20
+DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
+GATEWAY_SUBJECT = "sie.gateway"
 CONFIG_SUBJECT = "sie.config.models"
 DUPLICATE_WINDOW_S = 120.0
 
@@ -22,6 +39,13 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _MAX_NAME = 180  # a durable's name is a folder name at the broker: 255 bytes less its own prefixes
 _MAX_LABEL = 48  # of a machine profile or bundle within it, so that the beginning of a name is always whole
+_DIGEST = re.compile(r"_z[0-9a-f]{32}")
+
+SLOTS = 16  # for each lane and priority
+OWN_CONSUMERS = 4096
+OWN_CONSUMERS_REPLICATED = 256  # each is a Raft group, which costs its brokers heartbeats and files also when it is idle
+_USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
+_LEAST_PER_SUBJECT = 4096  # above the messages that one request can be
 
 
 @functools.lru_cache(4096)
@@ -33,8 +57,14 @@ def token(name: str) -> str:
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """At most this many characters: a longer token ends in a digest of the whole behind `_z`, which no other token holds."""
-    return name if len(name) <= most else f"{name[: most - 34]}_z{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    """At most this many characters: a longer token ends in a digest of the whole behind `_z`, which no other token holds.
+
+    Bounded again it is what it would have been at once, since the digest is kept.
+    """
+    if len(name) <= most:
+        return name
+    digest = name[-34:] if _DIGEST.fullmatch(name[-34:]) else f"_z{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    return name[: most - 34] + digest
 
 
 def pool_name(name: str) -> str:
@@ -51,9 +81,11 @@ def stream_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A work-queue stream: each message is removed when acknowledged; a full stream refuses the newest.
+    """A work queue: each message is removed when acknowledged; a full one refuses the newest. With retention `limits` messages stay,
+    and a full stream drops the oldest.
 
-    `max_per_subject` bounds each model's backlog without touching the others (0: no bound).
+    `max_per_subject` bounds each model's backlog without touching the others (0: no bound). A broker that is told a lower one drops what
+    is above it, so it is lowered only while there is room.
     """
 
     name: str
@@ -64,6 +96,7 @@ class StreamSpec:
     max_bytes: int = -1
     max_per_subject: int = 0
     duplicate_window_s: float = DUPLICATE_WINDOW_S
+    retention: Literal["workqueue", "limits"] = "workqueue"
     version: int = TOPOLOGY_VERSION
 
 
@@ -76,6 +109,10 @@ class ConsumerSpec:
     subject: str
     ack_wait_s: float = 10.0
     version: int = TOPOLOGY_VERSION
+
+
+def _prefix(machine_profile: str, bundle: str) -> str:
+    return f"{_bounded(machine_profile, _MAX_LABEL)}__{_bounded(bundle, _MAX_LABEL)}__"
 
 
 @dataclass(frozen=True, order=True)
@@ -91,21 +128,79 @@ class Lane:
 
     def consumer_prefix(self) -> str:
         """The beginning of the names of all consumers of this lane, and of no other's."""
-        return f"{_bounded(token(self.machine_profile), _MAX_LABEL)}__{_bounded(token(self.bundle), _MAX_LABEL)}__"
+        return _prefix(token(self.machine_profile), token(self.bundle))
 
 
 def work_stream(pool: str, *, storage: str, replicas: int, max_bytes: int, max_age_s: float, max_per_subject: int = 0) -> StreamSpec:
     return StreamSpec(stream_name(pool), (f"sie.work.{pool}.>",), storage, replicas, max_age_s, max_bytes, max_per_subject)
 
 
+def dead_letter_stream(pool: str, *, storage: str, replicas: int) -> StreamSpec:
+    """Work of a pool that was given up: the last DEAD_LETTER_BYTES of it, for DEAD_LETTER_AGE_S."""
+    return StreamSpec(
+        f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, DEAD_LETTER_BYTES, retention="limits"
+    )
+
+
+def dead_letter_subject(pool: str) -> str:
+    return f"sie.dead.{pool}"
+
+
+def cancel_subject(pool: str) -> str:
+    """Where it is told that nobody waits for a request any more."""
+    return f"sie.cancel.{pool}"
+
+
+def per_subject_limit(max_bytes: int) -> int:
+    """Messages of one model and priority at most, so that one full model leaves room: a quarter of the stream in messages of usual size."""
+    return max(_LEAST_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
+
+
+def own_consumers(replicas: int) -> int:
+    """How many models of a stream have a consumer of their own at most; the others share slots."""
+    return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
+
+
 def work_subject(lane: Lane, priority: str, model: str) -> str:
-    return f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}.{priority}.{_bounded(token(model))}"
+    """The model's own subject."""
+    return f"{_lane_subject(lane, priority)}.{_bounded(token(model))}"
+
+
+def slot_subject(lane: Lane, priority: str, model: str) -> str:
+    """The subject of a model that shares its consumer: the slot follows from the model alone, so every publisher takes the same one."""
+    name = _bounded(token(model))
+    slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
+    return f"{_lane_subject(lane, priority)}._s{slot:x}.{name}"
+
+
+def _lane_subject(lane: Lane, priority: str) -> str:
+    return f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}.{priority}"
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    head = f"{lane.consumer_prefix()}{priority}__"
-    name = head + _bounded(token(model), _MAX_NAME - len(head))
-    return ConsumerSpec(stream_name(lane.pool), name, work_subject(lane, priority, model), ack_wait_s)
+    """The model's own consumer."""
+    return consumer_of(work_subject(lane, priority, model), ack_wait_s)
+
+
+def slot_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
+    """The consumer that the model shares with all others of its slot."""
+    return consumer_of(slot_subject(lane, priority, model), ack_wait_s)
+
+
+def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
+    """The consumer that serves a subject of work. Raises ValueError for a subject of another form."""
+    tokens = subject.split(".")
+    if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
+        raise ValueError(f"{subject!r} is no subject of work")
+    pool, machine_profile, bundle, priority, last = tokens[2:7]
+    head = f"{_prefix(machine_profile, bundle)}{priority}__"
+    name = head + _bounded(last, _MAX_NAME - len(head))
+    return ConsumerSpec(stream_name(pool), name, subject if len(tokens) == 7 else f"{subject.rpartition('.')[0]}.*", ack_wait_s)
+
+
+def is_slot(consumer: str) -> bool:
+    """Whether the consumer of this name serves a slot: what follows its priority begins with `_s`, as no model's token does."""
+    return "___s" in consumer
 
 
 def config_subject(bundle: str) -> str:
@@ -114,3 +209,18 @@ def config_subject(bundle: str) -> str:
 
 def health_subject(worker: str) -> str:
     return f"{HEALTH_SUBJECT}.{token(worker)}"
+
+
+def gateway_subject(gateway: str) -> str:
+    return f"{GATEWAY_SUBJECT}.{token(gateway)}"
+
+
+def lane_filter(lane: Lane, priority: str = "") -> str:
+    """All work of a lane, or of one priority of it."""
+    subject = f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
+    return f"{subject}.{priority}.>" if priority else f"{subject}.>"
+
+
+def lane_key(lane: Lane) -> str:
+    """The lane as a key of a bucket."""
+    return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"

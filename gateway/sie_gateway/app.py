@@ -6,13 +6,13 @@ import functools
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import Counter, Histogram
 from starlette.exceptions import HTTPException
 
 import sie_contracts
@@ -31,23 +31,31 @@ from sie_contracts.messages import Operation
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, reply
 from sie_contracts.settings import Settings, public_url
+from sie_gateway import assignments
+from sie_gateway.admission import Admission, key_of
+from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
 from sie_gateway.body import MAX_BODY_BYTES
+from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.inference import Call, FailedRequest, Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.models import model_info, model_list
+from sie_gateway.scaling import Scaling
 
 _logger = logging.getLogger("sie.gateway")
 INFERENCE: dict[str, Operation] = {"/v1/encode/": "encode", "/v1/score/": "score", "/v1/extract/": "extract"}
+_SCALING = "/v1/scaling/"
+CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was there to read a status
 _PROBES = ("/healthz", "/readyz", "/livez", "/ping")
 
 
 def uuid7() -> str:
     """A time-ordered UUID (RFC 9562, version 7), as text."""
-    millis = time.time_ns() // 1_000_000
-    value = (millis << 80) | (0x7 << 76) | (secrets.randbits(12) << 64) | (0b10 << 62) | secrets.randbits(62)
-    return str(uuid.UUID(int=value))
+    chance = secrets.randbits(74)
+    value = (time.time_ns() // 1_000_000 << 80) | (0x7 << 76) | (chance >> 62 << 64) | (0b10 << 62) | (chance & (1 << 62) - 1)
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 class Gateway:
@@ -55,7 +63,7 @@ class Gateway:
 
     def __init__(
         self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, inference: Inference, metrics: Metrics,
-        nats_monitor_url: str | None = None,
+        nats_monitor_url: str | None, scaling: Scaling, admission: Admission, demand: DemandRecords,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.broker = broker
@@ -64,6 +72,9 @@ class Gateway:
         self.inference = inference
         self.metrics = metrics
         self.nats_monitor_url = nats_monitor_url
+        self.scaling = scaling
+        self.admission = admission
+        self.demand = demand
         self.draining = False
         self.started = False
 
@@ -111,7 +122,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise InvalidInput("body: the client went away before its end", reason="malformed", param="body")
+            raise ClientGone
         piece: bytes = message.get("body", b"")
         size += len(piece)
         if size > MAX_BODY_BYTES:
@@ -175,6 +186,15 @@ def create_app(gateway: Gateway) -> App:
     async def health() -> Response:
         return _json(gateway.health())
 
+    @app.get("/v1/scaling/{lane}", summary="What a lane has to do, and how many workers it wants")
+    async def scaling(lane: str) -> Response:
+        return _json(await gateway.scaling.answer(lane))
+
+    @app.get(assignments.PATH, summary="The pools that a worker serves")
+    async def assignment(worker: str = "") -> Response:
+        workers = [beat for beat, _ in gateway.fleet.workers()]
+        return _json({"worker": worker, "pools": list(assignments.assigned(worker, workers, {}))})
+
     own_documents = app.openapi
 
     def documents() -> dict[str, Any]:
@@ -233,8 +253,10 @@ class Edge:
         self._app = app
         self._gateway = gateway
         self._gate = Gate(gateway.settings)
+        self._keyed = gateway.settings.auth_mode != "none"  # else no header may make a key of its own
         self._probes = probes(gateway.not_ready, None)
         self._root = gateway.settings.root_path or ""
+        self._counted: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}  # looking one up costs more than counting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -248,7 +270,7 @@ class Edge:
             await self._probes({**scope, "path": path}, receive, send)
             return
         scope = {**scope, "path": self._root + path, "root_path": self._root}  # as ASGI has it: the path begins with the root path
-        call = Call(uuid7(), received_s, headers)
+        call = Call(uuid7(), received_s, headers, path=path, receive=receive)
         scope["sie.call"] = call
         status = 0
 
@@ -261,11 +283,15 @@ class Edge:
 
         try:
             self._admit(scope["method"], path, headers)
+            if self._keyed:
+                call.key = key_of(headers.get("authorization", ""))
             prefix = next((prefix for prefix in INFERENCE if path.startswith(prefix)), "")
             if prefix:
                 await self._infer(call, INFERENCE[prefix], scope["method"], path.removeprefix(prefix), receive, tagged)
             else:
                 await self._app(scope, receive, tagged)
+        except ClientGone:
+            status = CLIENT_GONE
         except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
             if not status:
                 await error_response(error, call)(scope, receive, tagged)
@@ -279,7 +305,7 @@ class Edge:
         if call.headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidInput("Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding")
         answer = await inference.answer(call, operation, resolved, functools.partial(read_body, call.headers, receive))
-        await reply(send, 200, answer.body, answer.content_type, answer.headers)
+        await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
 
     def _admit(self, method: str, path: str, headers: dict[str, str]) -> None:
         self._gate.check(method, path, headers.get("authorization", ""))
@@ -300,8 +326,13 @@ class Edge:
         names = ("encode", "score", "extract", "models", "health")
         endpoint = next((name for name in names if path.startswith((f"/v1/{name}", f"/{name}"))), "other")
         profile = call.labels.get("machine_profile", "")
-        self._gateway.metrics.requests.labels(endpoint, str(status), profile).inc()
-        self._gateway.metrics.latency.labels(endpoint, profile).observe(seconds)
+        counted = self._counted.get((endpoint, status, profile))
+        if counted is None:
+            metrics = self._gateway.metrics
+            counted = metrics.requests.labels(endpoint, str(status), profile), metrics.latency.labels(endpoint, profile)
+            self._counted[endpoint, status, profile] = counted
+        counted[0].inc()
+        counted[1].observe(seconds)
         if endpoint in INFERENCE.values():
             _logger.info(
                 "%s %s in %.1f ms", endpoint, status, seconds * 1000,
@@ -310,20 +341,41 @@ class Edge:
 
 
 def metrics_app(gateway: Gateway) -> App:
-    """The application of the metrics port: metrics and probes, never behind a token, nothing else."""
+    """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing else."""
     metrics = gateway.metrics
     inner = probes(gateway.not_ready, metrics.registry)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"].startswith(_SCALING):
+            await _scaling(gateway, scope, receive, send)
+            return
         workers = gateway.fleet.workers()
         healthy = sum(is_healthy for _, is_healthy in workers)
         metrics.workers.labels("healthy").set(healthy)
         metrics.workers.labels("unhealthy").set(len(workers) - healthy)
+        metrics.in_progress.set(gateway.inference.in_progress)
+        metrics.unfinished.set(gateway.inference.unfinished_bytes)
+        metrics.reattached.set(gateway.inference.away.joined)
+        metrics.abandoned.set(gateway.inference.away.abandoned)
         metrics.nats_connected.set(1 if gateway.broker.connected else 0)
         for result, count in gateway.feed.deltas.items():
             metrics.config_deltas.labels(result).set(count)
+        tokens, items, waiting_bytes = gateway.admission.occupied()
+        metrics.permits.labels("tokens").set(tokens)
+        metrics.permits.labels("messages").set(items)
+        metrics.waiting_bytes.set(waiting_bytes)
+        metrics.gateways.set(gateway.admission.peers.count())
+        metrics.pending_demand.clear()
+        for lane in gateway.demand.pending():
+            metrics.pending_demand.labels(lane.machine_profile, lane.bundle).set(1)
         await inner(scope, receive, send)
 
     return app
 
 
+async def _scaling(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+        answer = _json(await gateway.scaling.answer(scope["path"].removeprefix(_SCALING)))
+    except Exception as error:  # noqa: BLE001  the root of a request
+        answer = error_response(error, Call(uuid7(), time.perf_counter(), {}))
+    await answer(scope, receive, send)

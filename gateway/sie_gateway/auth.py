@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from sie_contracts.errors import PermissionDenied, Unauthenticated
 from sie_contracts.settings import SettingError, Settings
+from sie_gateway.assignments import PATH as ASSIGNMENTS
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/livez", "/ping"})
 _READ_PATHS = ("/v1/models", "/models", "/health", "/docs", "/openapi.json")
-_INFER_PATHS = ("/v1/encode/",)
+_INFER_PATHS = ("/v1/encode/", "/v1/score/", "/v1/extract/")
 _USER_SCOPES = frozenset({"infer", "read", "pools"})
 _ALWAYS_GUARDED = frozenset({"config", "admin"})
 
@@ -33,6 +34,7 @@ class Gate:
             raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
         self._guarded = settings.auth_mode != "none"
         self._admin = settings.admin_token
+        self._reader = settings.config_read_token
         self._users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]
 
     def check(self, method: str, path: str, authorization: str) -> None:
@@ -45,6 +47,8 @@ class Gate:
         granted: set[str] = set()
         if self._admin is not None and self._admin.matches(token):
             granted |= _USER_SCOPES | _ALWAYS_GUARDED
+        if path == ASSIGNMENTS and self._reader is not None and self._reader.matches(token):
+            granted.add("read")
         for user in self._users:
             if user.matches(token):
                 granted |= _USER_SCOPES

@@ -148,6 +148,7 @@ def sizes(texts: Sequence[str], *, limit: int, name: str = "items") -> list[int]
     for index, size in enumerate(found):
         if size > limit:
             raise PayloadTooLarge(
-                f"{name}[{index}]: {size} bytes of text, one item may have {limit}", param=f"{name}[{index}].text", extras={"limit": limit}
-            )
+                f"{name}[{index}]: {size} bytes of text, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
+                param=f"{name}[{index}].text", extras={"limit": limit},
+            )  # fmt: skip
     return found

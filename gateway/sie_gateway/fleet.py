@@ -18,6 +18,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 
 _STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first that any worker reports is shown
+USUAL_LOAD_S = 10.0  # of a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
@@ -30,6 +31,9 @@ class Fleet:
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
+        self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
+        self.version = 0  # grows with every heartbeat
+        self.on_change: Callable[[], None] | None = None
 
     async def start(self) -> None:
         await self._broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
@@ -46,6 +50,14 @@ class Fleet:
         now_s = self._clock()
         self._seen = {name: entry for name, entry in self._seen.items() if now_s - entry[0] < 10 * self._timeout_s}
         self._seen[heartbeat.worker] = (now_s, heartbeat)
+        before = self._loading_s.get(heartbeat.worker, {})
+        loading = {status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"}
+        self._loading_s = {name: models for name, models in self._loading_s.items() if name in self._seen and name != heartbeat.worker}
+        if loading:
+            self._loading_s[heartbeat.worker] = loading
+        self.version += 1
+        if self.on_change is not None:
+            self.on_change()
 
     def workers(self) -> list[tuple[Heartbeat, bool]]:
         """All known workers, by name, each with whether it is healthy: heard of in time, ready and not leaving."""
@@ -57,6 +69,30 @@ class Fleet:
 
     def healthy(self) -> list[Heartbeat]:
         return [beat for beat, is_healthy in self.workers() if is_healthy]
+
+    def of_lane(self, lane: Lane) -> list[Heartbeat]:
+        """The healthy workers of a lane."""
+        return [
+            beat for beat in self.healthy()
+            if beat.pool == lane.pool and beat.bundle == lane.bundle and beat.machine_profile == lane.machine_profile
+        ]  # fmt: skip
+
+    def hosts(self, lane: Lane, residency: str) -> list[Heartbeat]:
+        """The healthy workers of a lane that have the model loaded."""
+        return [beat for beat in self.of_lane(lane) if _state(beat, residency) == "loaded"]
+
+    def loading_left_s(self, lane: Lane, residency: str) -> float | None:
+        """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads it.
+
+        By what its last load took, on any worker. A worker that unloads something makes room for it, which counts as loading.
+        """
+        beats = self.of_lane(lane)
+        since = [self._loading_s[beat.worker][residency] for beat in beats if residency in self._loading_s.get(beat.worker, {})]
+        if not since and not any(status.state == "unloading" for beat in beats for status in beat.models):
+            return None
+        known = [status.load_s for _, beat in self._seen.values() for status in beat.models if status.model == residency and status.load_s]
+        took_s = max(known, default=USUAL_LOAD_S)
+        return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """The lane of a request. A named machine profile is a constraint; without one a worker that has the model is preferred.
@@ -99,6 +135,10 @@ class Fleet:
         reports = [(beat, status) for beat in self.healthy() for status in beat.models if status.model == model]
         present = {status.state for _, status in reports}
         return next((state for state in _STATES if state in present), "available"), reports
+
+
+def _state(beat: Heartbeat, model: str) -> str:
+    return next((status.state for status in beat.models if status.model == model), "available")
 
 
 def _configured(wanted: str, configured: tuple[str, ...]) -> str:

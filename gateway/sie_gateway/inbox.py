@@ -1,24 +1,41 @@
 """Where results come back. One subscription per gateway; it decodes, hands over and confirms, and does nothing else.
 
-    result ──► its request's Collector ──► first outcome of a chunk wins ──► confirmation to the sidecar ──► the sidecar acks
+    result ───────────────────────────────► its request's Collector ──► first outcome of a chunk wins ──► confirmation: the sidecar acks
+    part of one ──► kept until all are there ──► digest checked in a thread ──┘
+
+A request has an address of its own below the inbox's subject, so that also a message that the client library drops names its request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import msgspec
 
 from sie_contracts import messages
-from sie_contracts.broker import Broker, CoreMessage, Subscription
-from sie_contracts.errors import SIEError
-from sie_contracts.messages import Confirmation, WorkResult
+from sie_contracts.broker import Broker, BrokerError, CoreMessage, Subscription
+from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
+from sie_contracts.messages import Confirmation, Fragment, WorkResult
+from sie_contracts.runtime.failpoints import failpoint
+from sie_contracts.runtime.process import Tasks
+from sie_gateway.fragments import Assembly, Fragments, NoRoom
 from sie_gateway.metrics import Metrics
 
-_UNKNOWN, _TAKEN, _DUPLICATE = Confirmation("unknown"), Confirmation("taken"), Confirmation("duplicate")
+HELD_MESSAGES = 1 << 16  # between the connection and this loop: more than ten seconds of results at 5,000 a second
+HELD_BYTES = 256 << 20
+CHECKING_THREADS = 2
+Verdict = Literal["taken", "duplicate", "unknown", "part"]
+_CONFIRMATIONS: dict[Verdict, bytes] = {
+    "taken": messages.encode(Confirmation("taken")), "duplicate": messages.encode(Confirmation("duplicate")),
+    "unknown": messages.encode(Confirmation("unknown")), "part": messages.encode(Confirmation("part")),
+}  # fmt: skip
 _logger = logging.getLogger("sie.gateway.inbox")
 
 
@@ -30,15 +47,22 @@ class Collector:
         self.results: list[WorkResult | None] = [None] * chunks
         self.missing = chunks
         self.last_arrival_s = 0.0
+        self.on_taken: Callable[[WorkResult], None] | None = None  # called with each result that was taken
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def awaits(self, chunk: int) -> bool:
+        """Whether that chunk exists and has no result yet."""
+        return 0 <= chunk < len(self.results) and self.results[chunk] is None
 
     def offer(self, result: WorkResult) -> bool:
         """Take a result; false if its chunk has one already, or does not exist."""
-        if not 0 <= result.chunk < len(self.results) or self.results[result.chunk] is not None:
+        if not self.awaits(result.chunk):
             return False
         self.results[result.chunk] = result
         self.missing -= 1
         self.last_arrival_s = time.perf_counter()
+        if self.on_taken is not None:
+            self.on_taken(result)
         if not self.missing and not self._done.done():
             self._done.set_result(None)
         return True
@@ -50,7 +74,10 @@ class Collector:
 
     async def wait(self, timeout_s: float) -> None:
         """Until complete. Raises TimeoutError, or the error given to `fail`."""
-        await asyncio.wait_for(asyncio.shield(self._done), timeout_s)
+        done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
+        if not done:
+            raise TimeoutError
+        self._done.result()
 
     def close(self) -> None:
         if self._done.done() and not self._done.cancelled():
@@ -62,19 +89,30 @@ class Collector:
 class Inbox:
     """All open requests of this gateway. The subject holds 122 random bits: nobody who was not told can send here."""
 
-    def __init__(self, broker: Broker, metrics: Metrics) -> None:
+    def __init__(self, broker: Broker, metrics: Metrics, fragments: Fragments | None = None) -> None:
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         self._broker = broker
         self._metrics = metrics
         self._open: dict[str, Collector] = {}
         self._subscription: Subscription | None = None
+        self._fragments = Fragments() if fragments is None else fragments
+        self._checks = Tasks(_logger, lambda: None)  # each answers for its own failure
+        self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
     async def start(self) -> None:
-        self._subscription = await self._broker.subscribe(self.subject, self._on_result)
+        self._subscription = await self._broker.subscribe(
+            f"{self.subject}.*", self._on_result, held_messages=HELD_MESSAGES, held_bytes=HELD_BYTES, on_dropped=self._on_dropped
+        )
 
     async def stop(self) -> None:
         if self._subscription is not None:
             await self._subscription.stop()
+        await self._checks.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def address(self, request: str) -> str:
+        """Where results of this request are sent."""
+        return f"{self.subject}.{request}"
 
     def open(self, request: str, chunks: int) -> Collector:
         collector = self._open[request] = Collector(request, chunks)
@@ -82,26 +120,113 @@ class Inbox:
 
     def close(self, collector: Collector) -> None:
         self._open.pop(collector.request, None)
+        self._fragments.drop_request(collector.request)
         collector.close()
 
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """What parts of results hold that are not whole yet."""
+        return self._fragments.held_bytes
+
     def fail_all(self, error: SIEError) -> None:
         for collector in list(self._open.values()):
             collector.fail(error)
 
+    def _on_dropped(self, subject: str) -> None:
+        """The client library had no room for a message. Its sender would send it again, into the same overload."""
+        self._metrics.inbox_dropped.inc()
+        collector = self._open.get(subject.rpartition(".")[2])
+        if collector is not None:
+            collector.fail(ResourceExhausted("this gateway could not take in a result of this request in time"))
+
     async def _on_result(self, message: CoreMessage) -> None:
         try:
-            result = messages.decode_result(message.data)
+            found = messages.decode_result_or_fragment(message.data)
         except msgspec.DecodeError as error:
             self._metrics.outcomes.labels("undecodable").inc()
             _logger.error("a result could not be read: %s", error)
             return
+        verdict = self._keep(found, message.reply) if isinstance(found, Fragment) else self._offer(found)
+        if verdict is not None and message.reply:
+            failpoint("inbox.before_confirm")
+            await self._broker.send(message.reply, _CONFIRMATIONS[verdict])
+
+    def _offer(self, result: WorkResult) -> Verdict:
         collector = self._open.get(result.request)
-        confirmation = _UNKNOWN if collector is None else _TAKEN if collector.offer(result) else _DUPLICATE
-        self._metrics.outcomes.labels(confirmation.verdict).inc()
-        if confirmation is _TAKEN:
+        verdict: Verdict = "unknown" if collector is None else "taken" if collector.offer(result) else "duplicate"
+        self._metrics.outcomes.labels(verdict).inc()
+        if verdict == "taken":
             self._metrics.deliveries.observe(result.batch.deliveries)
-        if message.reply:
-            await self._broker.send(message.reply, messages.encode(confirmation))
+        return verdict
+
+    # results in parts
+
+    def _keep(self, part: Fragment, reply: str) -> Verdict | None:
+        """What to answer a part with; None while the whole is checked."""
+        collector = self._open.get(part.request)
+        if collector is None:
+            return "unknown"
+        if not collector.awaits(part.chunk):
+            return "duplicate"
+        try:
+            assembly = self._fragments.take(part, time.monotonic())
+        except ValueError as error:
+            self._metrics.outcomes.labels("undecodable").inc()
+            _logger.error("request %s: what was sent is no part of a result: %s", part.request, error)
+            return "unknown"
+        except NoRoom as error:
+            self._metrics.outcomes.labels("no_room").inc()
+            self._fragments.drop_request(part.request)
+            collector.fail(ResourceExhausted(f"the results of this request have no room: {error}; send fewer inputs or ask for less"))
+            return "unknown"
+        if assembly.missing:
+            return "part"
+        if not assembly.checking:
+            assembly.checking = True
+            self._checks.start(self._check(assembly, reply), "check of a result")
+        return None
+
+    async def _check(self, assembly: Assembly, reply: str) -> None:
+        """Hand over a whole result, or have it sent again: its last part is then confirmed as one of a result that is not whole."""
+        try:
+            parts = [part for part in assembly.parts if part is not None]
+            result = await asyncio.get_running_loop().run_in_executor(self._pool, put_together, parts, assembly.digest)
+            if (result.request, result.chunk) != (assembly.request, assembly.chunk):
+                raise Damaged("it belongs to another request")
+            verdict = self._offer(result)
+            failpoint("inbox.assembled")
+        except Damaged as error:
+            self._metrics.outcomes.labels("damaged").inc()
+            _logger.error("request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error)
+            verdict = "part"
+        except Exception:  # the root of a task: what it held must be answered
+            _logger.exception("a result could not be put together")
+            collector = self._open.get(assembly.request)
+            if collector is not None:
+                collector.fail(InternalFailure("the gateway failed while taking in a result"))
+            verdict = "unknown"
+        finally:
+            self._fragments.drop(assembly)
+        if reply:
+            try:
+                await self._broker.send(reply, _CONFIRMATIONS[verdict])
+            except BrokerError as error:  # then the last part comes again, and is told to be a duplicate
+                _logger.warning("a result could not be confirmed: %s", error)
+
+
+class Damaged(Exception):
+    """Parts that do not make up the result that was sent."""
+
+
+def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
+    """The result that these parts are, in order. Raises Damaged."""
+    data = b"".join(parts)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise Damaged("its digest differs")
+    try:
+        return messages.decode_result(data)
+    except msgspec.DecodeError as error:
+        raise Damaged(f"it cannot be read: {error}") from error

@@ -1,6 +1,6 @@
 """The life of an inference request.
 
-    resolve name ─► decode ─► merge options ─► check items ─► choose lane ─► split ─► publish ─► collect ─► reply
+    resolve name ─► decode ─► merge options ─► check items ─► choose lane ─► split ─► admit ─► publish ─► collect ─► reply
 
 Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
 """
@@ -11,32 +11,40 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import orjson
 
 from sie_contracts import messages, topology
 from sie_contracts.catalogue import ModelEntry, Resolved
-from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, QueueFull, SIEError
+from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, Provisioning, QueueFull, SIEError
 from sie_contracts.messages import Failed, Input, Operation, Priority, RunOptions, WorkItem, WorkResult
 from sie_contracts.options import RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.runtime.http import Receive
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies
 from sie_gateway import chunk, reply
+from sie_gateway.admission import Admission
+from sie_gateway.attach import Attachments, ClientGone
 from sie_gateway.body import Item
+from sie_gateway.cold import ColdStarts
 from sie_gateway.fleet import Fleet
-from sie_gateway.inbox import Inbox
+from sie_gateway.inbox import Collector, Inbox
 from sie_gateway.metrics import Metrics
+from sie_gateway.prediction import retry_after_s
 from sie_gateway.queue import WorkQueue
+from sie_gateway.sending import Sending
 
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
 BARE_OPTIONS_BYTES = 64  # of options without texts
 MAX_RESULT_BYTES = 1 << 30
+STORED_CHUNK_BYTES = 8 << 20  # of inputs beside a query that no message holds
 SPARSE_IDS_PER_TOKEN = 32
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -50,15 +58,19 @@ class Call:
     received_s: float
     headers: Mapping[str, str]
     labels: dict[str, str] = field(default_factory=dict)
+    path: str = ""
+    receive: Receive | None = None  # tells when the client goes away
+    key: str = ""  # whose turn it takes among others: one name per credential, the same for all who need none
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A success."""
+    """A success, or what a client that waits for capacity takes for "not yet"."""
 
     body: bytes
     content_type: str
     headers: dict[str, str]
+    status: int = 200
 
 
 @dataclass(frozen=True)
@@ -88,8 +100,9 @@ class Inference:
     """Runs inference requests against the queue."""
 
     def __init__(
-        self, settings: Settings, feed: CatalogueFeed, fleet: Fleet, queue: WorkQueue, inbox: Inbox, metrics: Metrics, pools: set[str]
-    ) -> None:
+        self, settings: Settings, feed: CatalogueFeed, fleet: Fleet, queue: WorkQueue, inbox: Inbox, metrics: Metrics, pools: set[str],
+        admission: Admission, cold: ColdStarts,
+    ) -> None:  # fmt: skip
         self._settings = settings
         self._feed = feed
         self._fleet = fleet
@@ -97,10 +110,18 @@ class Inference:
         self._inbox = inbox
         self._metrics = metrics
         self._pools = pools
+        self._admission = admission
+        self._cold = cold
         self._plain: dict[tuple[str, Operation], tuple[ModelEntry, RequestOptions]] = {}
+        self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
         self.idle = asyncio.Event()  # set while nothing is in progress
         self.idle.set()
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Held of results of which parts are missing."""
+        return self._inbox.unfinished_bytes
 
     def resolve(self, spec: str) -> Resolved:
         """The model of a request. Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict."""
@@ -117,13 +138,28 @@ class Inference:
         """
         budget_s = self._budget_s(call.headers)
         if self.in_progress >= self._settings.max_concurrent_requests:
-            self._metrics.rejected.labels("", resolved.entry.bundle, "concurrency").inc()
+            lane, priority = self._lane(call.headers, resolved), self._priority(call.headers)
+            self._metrics.rejected.labels(lane.machine_profile, lane.bundle, "concurrency").inc()
             raise QueueFull(
-                f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress}
-            )
+                f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress},
+                retry_after_s=retry_after_s(self._admission.estimate_s(call.key, lane, priority, resolved.residency, 0), 0.0),
+            )  # fmt: skip
         self._enter(1)
         try:
-            return await self._answer(call, operation, resolved, await _within(read, budget_s), budget_s)
+            raw = await _within(read, budget_s)
+            kept = self.away.find(call, raw)
+            if kept is not None:
+                return await kept.join(call, budget_s)
+            with self.away.attend(call, raw) as run:
+                run.answer = await self._answer(call, operation, resolved, raw, budget_s)
+            if run.left:
+                raise ClientGone
+            return run.answer
+        except Provisioning as error:
+            if "x-sie-sdk-version" not in call.headers:
+                raise
+            headers = {"Retry-After": str(error.retry_after_s), "x-should-retry": "true", "X-SIE-Error-Code": error.code}
+            return Answer(orjson.dumps(error.extras), "application/json", headers, 202)
         finally:
             self._enter(-1)
 
@@ -136,8 +172,13 @@ class Inference:
         resolved, options = self._options(resolved, body, operation, strict=headers.get("x-sie-strict", "").lower() == "true")
         lane = self._lane(headers, resolved)
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
+        options = _with_warning(options, headers, lane)
         request = _Request(operation, resolved, options, items, query, lane, self._priority(headers), budget_s)
-        done = await self._run(call, request)
+        try:
+            done = await self._run(call, request)
+        except QueueFull as error:  # the broker's own refusal knows no depth
+            error.extras.setdefault("queue_depth", self._admission.queue_depth(lane))
+            raise
         return await self._reply(call, request, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
 
     def _options(
@@ -154,7 +195,6 @@ class Inference:
 
     def _enter(self, change: int) -> None:
         self.in_progress += change
-        self._metrics.in_progress.set(self.in_progress)
         if self.in_progress:
             self.idle.clear()
         else:
@@ -207,13 +247,17 @@ class Inference:
         # what every message of the request repeats, beside its inputs
         options_bytes = len(messages.encode(run))
         shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
-        payload_bytes = self._queue.payload_bytes - shared_bytes
-        if payload_bytes < self._queue.payload_bytes // 2:
-            limit = self._queue.payload_bytes // 2
-            name = "query" if query else "labels" if run.labels else "instruction"
-            raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
-        sizes = bodies.sizes([text for _, text in runnable], limit=payload_bytes)
-        limits = chunk.Limits(self._settings.chunk_cost, payload_bytes, self._queue.payload_bytes)
+        inline_bytes, any_size = self._queue.payload_bytes, self._queue.holds_any_size
+        payload_bytes = inline_bytes - shared_bytes
+        if payload_bytes < inline_bytes // 2:
+            if not any_size or shared_bytes - query_bytes > inline_bytes // 2:  # options always travel in the message
+                limit = inline_bytes // 2
+                name = "query" if query_bytes > shared_bytes // 2 else "labels" if run.labels else "instruction"
+                raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
+            payload_bytes = STORED_CHUNK_BYTES
+        sizes = bodies.sizes([text for _, text in runnable], limit=bodies.MAX_BODY_BYTES if any_size else payload_bytes)
+        chunk_cost = self._admission.chunk_cost(lane, request.priority, resolved.residency)
+        limits = chunk.Limits(chunk_cost, payload_bytes, self._queue.result_bytes)
         max_tokens = resolved.entry.max_tokens
         item_bytes, token_bytes = _result_bytes(request.operation, resolved.entry, run)
         _check_reply(item_bytes * len(sizes) + token_bytes * sum(chunk.estimated_tokens(size, max_tokens) for size in sizes))
@@ -228,37 +272,62 @@ class Inference:
             message = f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {bodies.MAX_BODY_BYTES} are allowed in all"
             raise PayloadTooLarge(message, param=name, extras={"limit": bodies.MAX_BODY_BYTES // len(chunks)})
         revision = self._feed.catalogue.revisions.get(resolved.entry.id, 0)
-        work = [
-            WorkItem(
+        deadline_s = call.received_s + budget_s
+
+        def work_item(number: int) -> WorkItem:
+            piece = chunks[number]
+            return WorkItem(
                 request=call.id, chunk=number, model=resolved.entry.id, revision=resolved.entry.revision, operation=request.operation,
                 inputs=tuple(Input(text) for _, text in runnable[piece.start : piece.stop]), options=run,
-                reply=self._inbox.subject, budget_ms=int(budget_s * 1000), first=piece.start, profile=resolved.profile,
-                config_revision=revision, priority=request.priority, cost=piece.cost, traceparent=_traceparent(call.headers),
-                query=None if query is None else Input(query),
-            )
-            for number, piece in enumerate(chunks)
-        ]  # fmt: skip
-        deadline_s = call.received_s + budget_s
-        collector = self._inbox.open(call.id, len(work))
+                reply=self._inbox.address(call.id), budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)), first=piece.start,
+                profile=resolved.profile, config_revision=revision, priority=request.priority, cost=piece.cost,
+                traceparent=_traceparent(call.headers), query=None if query is None else Input(query),
+            )  # fmt: skip
+
+        costs = [piece.cost for piece in chunks]
+        self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), deadline_s - time.perf_counter())
+        permits = self._admission.enter(call.key, lane, request.priority, resolved.residency, costs, sum(sizes))
         published_s = time.perf_counter()
-        sequences: list[int] = []
         try:
-            sequences = await self._queue.publish(lane, work, deadline_s)
-            await collector.wait(max(0.0, deadline_s - time.perf_counter()))
-        except TimeoutError as error:
-            missing = [sequence for sequence, result in zip(sequences, collector.results, strict=True) if result is None]
-            await asyncio.shield(self._queue.withdraw(lane.pool, missing))
-            raise GatewayTimeout(f"no result within the budget of {budget_s:g} s") from error
-        except BaseException:
-            await asyncio.shield(self._queue.withdraw(lane.pool, sequences))
-            raise
+            if permits.is_cold:
+                self._cold.asked(lane)
+            collector = self._inbox.open(call.id, len(chunks))
+            try:
+                collector.on_taken = permits.taken
+                sending = Sending(
+                    self._queue, self._admission.peers, lane, request.priority, permits, work_item, collector, deadline_s
+                )
+                try:
+                    await sending.start()
+                    await self._results(call, request, collector, deadline_s)
+                    await sending.finish()
+                except BaseException:
+                    self._queue.undo(sending.withdraw())
+                    raise
+            finally:
+                self._inbox.close(collector)
         finally:
-            self._inbox.close(collector)
+            permits.close()
         results = [result for result in collector.results if result is not None]
         self._metrics.result_wait.labels(request.operation).observe(collector.last_arrival_s - published_s)
         collected.take([index for index, _ in runnable], chunks, results)
         collected.wait_ms = (collector.last_arrival_s - published_s) * 1000
         return collected
+
+    async def _results(self, call: Call, request: _Request, collector: Collector, deadline_s: float) -> None:
+        """Wait for all of them to the end of the budget, and at the end of the hold see whether that makes sense.
+
+        Raises ModelLoading, Provisioning, GatewayTimeout, and what the collector was failed with.
+        """
+        hold_s = call.received_s + min(request.budget_s, self._settings.load_hold_s)
+        try:
+            await collector.wait(max(0.0, hold_s - time.perf_counter()))
+        except TimeoutError:
+            self._cold.check(request.lane, request.resolved.residency)
+            try:
+                await collector.wait(max(0.0, deadline_s - time.perf_counter()))
+            except TimeoutError as error:
+                raise GatewayTimeout(f"no result within the budget of {request.budget_s:g} s") from error
 
     async def _reply(self, call: Call, request: _Request, done: _Collected, msgpack: bool) -> Answer:
         resolved, options, items = request.resolved, request.options, request.items
@@ -306,10 +375,20 @@ class Inference:
             "X-SIE-Bundle": resolved.entry.bundle,
             "X-SIE-Worker": ",".join(sorted({result.worker for result in real})),
             **reply.timing_headers(timing),
+            **({"X-Payload-Fetch-Time": f"{done.last.stages.fetch_ms:.2f}"} if done.last and done.last.stages.fetch_ms else {}),
             **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
             **({"X-SIE-Truncated-Items": str(len(truncated))} if truncated else {}),
         }
         return Answer(data, content_type, headers)
+
+
+def _with_warning(options: RequestOptions, headers: Mapping[str, str], lane: Lane) -> RequestOptions:
+    """The options, with a warning where another machine profile serves than the one that was named."""
+    named = headers.get("x-sie-machine-profile", "").rpartition("/")[2].strip().lower()
+    if named in ("", lane.machine_profile, lane.machine_profile.removesuffix("-spot")):
+        return options
+    told = f"X-SIE-MACHINE-PROFILE: no machine profiles are configured here; {lane.machine_profile} serves this request"
+    return replace(options, warnings=(*options.warnings, told))
 
 
 def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:

@@ -25,9 +25,26 @@ class Metrics:
             "sie_gateway_queue_result_wait_seconds", "Publish to last result", ["operation"], buckets=_SECONDS, registry=registry
         )
         self.outcomes = Counter("sie_gateway_outcomes", "Chunk results by what became of them", ["verdict"], registry=registry)
+        self.inbox_dropped = Counter("sie_gateway_inbox_dropped", "Results dropped unread: the inbox was full", registry=registry)
+        self.unfinished = Gauge("sie_gateway_unfinished_result_bytes", "Held of results of which parts are missing", registry=registry)
+        self.reattached = Gauge("sie_gateway_reattached", "Clients that came back to a run of theirs, since start", registry=registry)
+        self.abandoned = Gauge("sie_gateway_abandoned", "Runs cancelled because their clients stayed away, since start", registry=registry)
+        self.payload_offloads = Counter(
+            "sie_gateway_queue_payload_offloads", "Chunks whose inputs went through the payload store", registry=registry
+        )
         self.deliveries = Histogram(
             "sie_gateway_chunk_deliveries", "Deliveries that a chunk took", buckets=(1, 2, 3, 4, 5, 10), registry=registry
         )
+        self.provisioning = Counter(
+            "sie_gateway_provisioning_responses", "Requests told to wait for a worker that starts", registry=registry
+        )
+        self.pending_demand = Gauge(
+            "sie_gateway_pending_demand", "1 while this gateway's demand for the lane counts", ["machine_profile", "bundle"],
+            registry=registry,
+        )  # fmt: skip
+        self.permits = Gauge("sie_gateway_permits_held", "What requests of this gateway have in the queue", ["unit"], registry=registry)
+        self.waiting_bytes = Gauge("sie_gateway_waiting_bytes", "Inputs that wait in this gateway for their turn", registry=registry)
+        self.gateways = Gauge("sie_gateway_gateways", "Gateways that share the windows of keys, this one included", registry=registry)
         self.in_progress = Gauge("sie_gateway_requests_in_progress", "Requests now in progress", registry=registry)
         self.workers = Gauge("sie_gateway_workers", "Workers by health", ["status"], registry=registry)
         self.config_deltas = Gauge("sie_gateway_config_deltas", "Config deltas by result since start", ["result"], registry=registry)

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import QueueUnavailable
+from sie_contracts.payloads import open_store
+from sie_contracts.runtime.clock import BrokerClock
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_contracts.runtime.http import HttpServer
 from sie_contracts.runtime.process import Stop, Tasks, retry
 from sie_contracts.settings import SettingError, Settings
+from sie_gateway.admission import Admission
 from sie_gateway.app import Gateway, create_app, metrics_app
+from sie_gateway.backlog import Backlog
+from sie_gateway.cold import ColdStarts
+from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
 from sie_gateway.metrics import Metrics
-from sie_gateway.queue import WorkQueue
+from sie_gateway.offload import Offload, life_s
+from sie_gateway.placement import Ages, Placer
+from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
+from sie_gateway.scaling import Scaling
 
 EPOCH_POLL_S = 10.0
 FULL_EXPORT_S = 300.0
@@ -57,10 +67,19 @@ async def serve(
         _logger.error("a work stream was lost with the broker; %d open requests fail", len(inbox))
         inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
 
-    queue = WorkQueue(broker, settings, metrics, on_lost)
+    store = open_store(settings.payload_store_url)
+    offload = Offload(store, life_s(settings, settings.gateway_request_timeout + LOAD_CEILING_S), metrics) if store is not None else None
+    queue = WorkQueue(broker, settings, metrics, on_lost, offload)
     pools = {topology.pool_name("default"), settings.pool}
-    inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools)
-    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url)
+    clock = BrokerClock(broker, topology.stream_name(settings.pool))
+    backlog = Backlog(broker, pools)
+    placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, Ages(broker, backlog, clock.now_s).of, clock.now_s)
+    queue.on_publish = placer.note
+    admission = Admission(settings, broker, fleet, backlog, metrics)
+    demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
+    scaling = Scaling(settings, broker, feed, fleet, backlog, admission.peers, demand, pools, clock.now_s)
+    inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, ColdStarts(fleet, demand, metrics))
+    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url, scaling, admission, demand)
     main = HttpServer(create_app(gateway), host, port, setting="--port")
     try:
         side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
@@ -68,20 +87,31 @@ async def serve(
         await main.stop()
         raise
     tasks = Tasks(_logger, stop.request)
+    measuring: asyncio.Task[None] | None = None
+    owning: asyncio.Task[None] | None = None
     await side.start()
     try:
         tasks.start(feed.run(stop), "catalogue feed")
+        if offload is not None:
+            tasks.start(offload.run(stop), "payload clean-up")
         await fleet.start()
         await inbox.start()
-        owning = asyncio.create_task(
-            retry(lambda: _own_streams(queue, settings, pools), errors=(BrokerError,), stop=stop, logger=_logger, what="work streams")
-        )
+        await admission.peers.start()
+        own = functools.partial(_own_streams, queue, placer, settings, pools)
+        owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
         # connections already queue at the port: a request that meets a restart waits a moment instead of being refused as not ready
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
         await main.start()
         await owning
+        tasks.start(queue.consumers.run(stop), "consumers")
+        measuring = tasks.start(clock.run(), "broker clock")
+        tasks.start(backlog.run(stop), "backlog")
+        tasks.start(admission.run(stop), "admission")
+        tasks.start(admission.peers.run(stop), "announcements")
+        tasks.start(demand.run(stop), "demand")
+        tasks.start(placer.run(stop), "placement")
 
         async def on_reconnect() -> None:
             await retry(queue.reverify, errors=(BrokerError,), stop=stop, logger=_logger, what="verifying the queue after a reconnect")
@@ -93,21 +123,34 @@ async def serve(
         _logger.info("gateway listening on %s:%d, metrics on %d", host, main.port, side.port)
         await stop.wait()
         gateway.draining = True
+        inference.away.close()
         _logger.info("gateway draining, %d requests in progress", inference.in_progress)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(inference.idle.wait(), DRAIN_S)
+            async with asyncio.timeout(DRAIN_S):
+                await inference.idle.wait()
     finally:
         stop.request()
+        if owning is not None and not owning.done():
+            owning.cancel()
+            await asyncio.gather(owning, return_exceptions=True)
         await asyncio.gather(main.stop(), side.stop())
         await inbox.stop()
+        if measuring is not None:
+            measuring.cancel()
         await tasks.settle(2.0)
         await tasks.cancel()
+        await queue.close()
+        await backlog.stop()
     return 1 if tasks.failed else 0
 
 
-async def _own_streams(queue: WorkQueue, settings: Settings, pools: set[str]) -> None:
-    """Make the pools' streams. One that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError."""
+async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: set[str]) -> None:
+    """Make the bucket of tables, then the pools' streams, for which workers wait.
+
+    A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError.
+    """
     try:
+        await placer.start(storage=settings.stream_storage, replicas=settings.stream_replicas)
         for pool in sorted(pools):
             await queue.ensure_pool(pool)
     except TopologyMismatch as error:

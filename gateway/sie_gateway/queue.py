@@ -7,73 +7,117 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
 from sie_contracts.errors import PayloadTooLarge, QueueFull, QueueUnavailable
-from sie_contracts.messages import WorkItem
+from sie_contracts.messages import Cancel, WorkItem
+from sie_contracts.runtime.failpoints import failpoint
+from sie_contracts.runtime.process import Tasks
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.topology import Lane
+from sie_contracts.topology import ConsumerSpec, Lane
+from sie_gateway.consumers import Consumers
 from sie_gateway.metrics import Metrics
+from sie_gateway.offload import PUT_TIMEOUT_S, Offload
+from sie_gateway.shared import Shared
 
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
+LAST_ATTEMPT_S = 0.1  # that the last attempt may outlast its time, so that it ends in its own words
+UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
+HEADER_BYTES = 256  # of a publish: its message id
+LEAST_PAYLOAD_BYTES = 64 << 10  # a result of one input of the widest model, and a worker's heartbeat with a few hundred models
 _logger = logging.getLogger("sie.gateway.queue")
+
+
+def work_spec(settings: Settings, pool: str) -> topology.StreamSpec:
+    """The work stream of a pool, as these settings want it."""
+    return topology.work_stream(
+        pool, storage=settings.stream_storage, replicas=settings.stream_replicas, max_bytes=settings.queue_max_bytes,
+        max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S, max_per_subject=topology.per_subject_limit(settings.queue_max_bytes),
+    )  # fmt: skip
 
 
 class WorkQueue:
     """The gateway owns the topology: it creates streams and consumers; everybody else verifies. Raises SettingError."""
 
-    def __init__(self, broker: Broker, settings: Settings, metrics: Metrics, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called when a stream turns out to have been lost with the work in it."""
+    def __init__(
+        self, broker: Broker, settings: Settings, metrics: Metrics, on_lost: Callable[[], None], offload: Offload | None = None
+    ) -> None:
+        """`on_lost` is called when a stream turns out to have been lost with the work in it. `offload` takes what no message can hold."""
         self._broker = broker
         self._settings = settings
         self._metrics = metrics
         self._on_lost = on_lost
+        self._offload = offload
+        self.on_publish: Callable[[Lane, Sequence[WorkItem]], object] = lambda lane, items: None
         self._created: dict[str, str] = {}  # stream name -> when the broker created it
-        self._ensured: dict[str, asyncio.Task[None]] = {}
-        self.payload_bytes = broker.max_payload - HEADROOM_BYTES
-        wanted = settings.inline_payload_bytes
-        if wanted is not None:
-            if wanted > self.payload_bytes:
-                limit = f"the broker's max_payload {broker.max_payload} leaves {self.payload_bytes} for input"
-                raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {wanted}, {limit}")
-            self.payload_bytes = wanted
+        self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
+        self._ensuring = Shared()
+        self.consumers = Consumers(broker, settings)
+        wanted, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
+        if broker.max_payload < LEAST_PAYLOAD_BYTES:
+            raise SettingError("SIE_NATS_URL", _too_small(broker.max_payload))
+        if wanted is not None and wanted > limit:
+            leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} for input"
+            raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {wanted}, {leaves}")
 
-    def _spec(self, pool: str) -> topology.StreamSpec:
-        settings = self._settings
-        return topology.work_stream(
-            pool, storage=settings.stream_storage, replicas=settings.stream_replicas, max_bytes=settings.queue_max_bytes,
-            max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S,
-        )  # fmt: skip
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of input in one message at most. The broker's own limit is read again with every connection."""
+        limit = max(1, self._broker.max_payload - HEADROOM_BYTES)
+        return min(limit, self._settings.inline_payload_bytes or limit)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of results that fit one message, beside what is not results. An input with more comes back in parts."""
+        return max(1, self._broker.max_payload - HEADROOM_BYTES)
+
+    @property
+    def holds_any_size(self) -> bool:
+        """Whether inputs that no message can hold go through the payload store."""
+        return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and told so."""
-        spec = self._spec(pool)
+        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and told so.
+
+        All requests that meet a broker which does not answer come here between their attempts: they share one. Raises BrokerError.
+        """
+        await self._ensuring.run(pool, functools.partial(self._ensure_pool, pool))
+
+    async def _ensure_pool(self, pool: str) -> None:
+        await self._ensure_dead_letters(pool)
+        spec = work_spec(self._settings, pool)
         state = await self._broker.ensure_stream(spec, owner=True)
         before = self._created.get(spec.name)
         self._created[spec.name] = state.created
         if before is not None and before != state.created:
-            self._ensured.clear()
+            self.consumers.forget(pool)
             self._on_lost()
+        await self.consumers.follow(pool)
+
+    async def _ensure_dead_letters(self, pool: str) -> None:
+        """What workers need before they find the pool's stream: where work is kept that was given up, and the marks of poison."""
+        replicas = self._settings.stream_replicas
+        try:
+            await self._broker.ensure_stream(topology.dead_letter_stream(pool, storage="file", replicas=replicas), owner=True)
+        except TopologyMismatch as error:  # its letters are kept all the same
+            _logger.error("%s", error)
+        await self._broker.key_value(topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S)
 
     async def reverify(self) -> bool:
-        """After a reconnect: forget which consumers exist and make sure of every stream. Raises BrokerError."""
-        self._ensured.clear()
+        """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
+        if self._broker.max_payload < LEAST_PAYLOAD_BYTES:
+            _logger.error("%s", _too_small(self._broker.max_payload))
         for name in list(self._created):
             await self.ensure_pool(name.removeprefix("WORK_"))
+        await self.consumers.reverify()
         return True
-
-    async def _ensure_consumer(self, lane: Lane, priority: str, model: str) -> None:
-        spec = topology.work_consumer(lane, priority, model, float(self._settings.ack_wait_s))
-        task = self._ensured.get(spec.name)
-        if task is None or (task.done() and task.exception() is not None):
-            task = self._ensured[spec.name] = asyncio.create_task(self._broker.ensure_consumer(spec), name=f"ensure:{spec.name}")
-        await asyncio.shield(task)
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[int]:
         """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns their sequences.
@@ -81,35 +125,88 @@ class WorkQueue:
         A message is kept also before its consumer exists, so both are made at once. Raises QueueFull, QueueUnavailable.
         """
         first = items[0]
+        self.on_publish(lane, items)
         started_s = time.perf_counter()
-        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
-        tasks = [asyncio.ensure_future(self._publish_one(lane, item, deadline_s, turns)) for item in items]
-        ensure = functools.partial(self._ensure_consumer, lane, first.priority, first.model)
-        consumer = asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))
-        try:
-            sequences = await asyncio.gather(*tasks)
-            await consumer
-        except BaseException:
-            consumer.cancel()
-            settled = await asyncio.gather(*tasks, consumer, return_exceptions=True)
-            await self.withdraw(lane.pool, [sequence for sequence in settled if isinstance(sequence, int)])
-            raise
+        if not self.consumers.follows(lane.pool):
+            await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
+        subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
+        if len(items) == 1 and self.consumers.known(spec):  # nearly every request: no task, no turn
+            sequences = [await self._publish_one(lane, subject, first, deadline_s)]
+        else:
+            sequences = await self._publish_all(lane, subject, spec, items, deadline_s)
         self._metrics.publish.labels(first.operation).observe(time.perf_counter() - started_s)
         return sequences
 
-    async def _publish_one(self, lane: Lane, item: WorkItem, deadline_s: float, turns: asyncio.Semaphore) -> int:
-        subject = topology.work_subject(lane, item.priority, item.model)
+    async def _publish_all(self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float) -> list[int]:
+        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)  # the messages of a large request are not all in memory at once
+
+        async def in_turn(item: WorkItem) -> int:
+            async with turns:
+                return await self._publish_one(lane, subject, item, deadline_s)
+
+        tasks = [asyncio.ensure_future(in_turn(item)) for item in items]
+        ensure = functools.partial(self.consumers.ensure, spec)
+        consumer = [] if self.consumers.known(spec) else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
+        try:
+            sequences = await asyncio.gather(*tasks)
+            await asyncio.gather(*consumer)
+        except BaseException:
+            self.undo(self._publish_undone(lane.pool, [*tasks, *consumer], items[0].request))
+            raise
+        return sequences
+
+    def undo(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have this done beside everything else: the answer of a request that failed does not wait for it."""
+        self._undoing.start(work, "undo")
+
+    async def close(self) -> None:
+        """Wait for what is being undone, for UNDO_S at most."""
+        if not await self._undoing.settle(UNDO_S):
+            _logger.warning("the messages of %d requests that nobody awaits are left in the queue", len(self._undoing))
+        await self._undoing.cancel()
+        await self._ensuring.stop()
+        await self.consumers.close()
+
+    async def _publish_undone(self, pool: str, tasks: Sequence[asyncio.Future[Any]], request: str) -> None:
+        for task in tasks:
+            task.cancel()
+        settled = await asyncio.gather(*tasks, return_exceptions=True)
+        await self.withdraw(pool, [sequence for sequence in settled if isinstance(sequence, int)], request)
+
+    async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> int:
+        """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message ends it."""
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
-        sequence = 0
-        async with turns:  # the messages of a large request are not all in memory at once
-            data = messages.encode(item)
+        sequence, tried = 0, False
+        data = messages.encode(item)
+        if self._offload is not None and len(data) > self.payload_bytes and self._is_too_large(item, len(data)):
+            data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
 
-            async def attempt() -> None:
-                nonlocal sequence
-                sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
+        async def attempt() -> None:
+            nonlocal sequence, tried
+            tried = True
+            failpoint("queue.before_publish")
+            sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
+            failpoint("queue.published")
 
+        try:
             await self._with_patience(attempt, lane.pool, deadline_s)
+        except asyncio.CancelledError:
+            if tried:
+                self.undo(self._take_back(lane.pool, subject, data, message_id, item.request))
+            raise
         return sequence
+
+    async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
+        """Withdraw what may be stored or not: the same message id again is answered with its sequence."""
+        with contextlib.suppress(BrokerError):  # then its age limit removes it
+            sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
+            await self.withdraw(pool, [sequence], request)
+
+    def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
+        """Whether its inputs pass the inline limit, or all of it what the broker takes."""
+        inputs = (*item.inputs, item.query) if item.query else item.inputs
+        size = sum(len(each.text.encode()) for each in inputs if each.text)
+        return size > self.payload_bytes or message_bytes > self._broker.max_payload - HEADER_BYTES
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
         """Try again while the broker is away, for at most PUBLISH_PATIENCE_S and the request's budget.
@@ -117,6 +214,13 @@ class WorkQueue:
         A broker that is there and does not answer may have lost the stream, so that is made sure of between attempts.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
+        try:
+            async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
+                await self._patiently(attempt, pool, end_s)
+        except TimeoutError as error:
+            raise QueueUnavailable("the broker did not answer in time") from error
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
         while True:
             try:
                 await attempt()
@@ -139,15 +243,30 @@ class WorkQueue:
             else:
                 return
 
-    async def withdraw(self, pool: str, sequences: Sequence[int]) -> None:
-        """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age limit will."""
+    async def withdraw(self, pool: str, sequences: Sequence[int], request: str = "") -> None:
+        """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age limit will.
+
+        With `request`, workers are told as well, so that what they hold of it does not run.
+        """
+        if request:
+            failpoint("queue.before_cancel")
+            try:
+                await self._broker.send(topology.cancel_subject(pool), messages.encode(Cancel((request,))))
+            except BrokerError as error:
+                _logger.info("request %s: its workers were not told that nobody waits: %s", request, error)
         stream = topology.stream_name(pool)
-        outcomes = await asyncio.gather(*(self._broker.delete(stream, sequence) for sequence in sequences), return_exceptions=True)
-        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failed:
-            _logger.warning("%d withdrawn messages could not be removed: %s", len(failed), failed[0])
+        for start in range(0, len(sequences), PUBLISHES_AT_ONCE):
+            removals = (self._broker.delete(stream, sequence) for sequence in sequences[start : start + PUBLISHES_AT_ONCE])
+            failed = [outcome for outcome in await asyncio.gather(*removals, return_exceptions=True) if isinstance(outcome, BaseException)]
+            if failed:
+                _logger.warning("of %d withdrawn messages not all could be removed: %s", len(sequences), failed[0])
+                return
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:
     """A time-out that does not outlast the request's deadline."""
     return max(0.05, min(timeout_s, deadline_s - time.perf_counter()))
+
+
+def _too_small(max_payload: int) -> str:
+    return f"the broker's max_payload of {max_payload} bytes is too small: its configuration must say at least {LEAST_PAYLOAD_BYTES}"

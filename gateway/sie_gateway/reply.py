@@ -21,6 +21,10 @@ from sie_gateway.body import Item
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 _EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
 JSON_VALUES = 50_000  # numbers, some 5 ms
+_TIMING_HEADERS = (
+    ("X-Queue-Time", "queue_time"), ("X-Tokenization-Time", "preprocess_time"), ("X-Inference-Time", "inference_time"),
+    ("X-Postprocessing-Time", "postprocess_time"), ("X-Total-Time", "total_time"), ("X-Batch-Wait-Time", "batch_wait_time"),
+)  # fmt: skip
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -213,20 +217,17 @@ def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None) -> dict[
         if stages
         else (0.0,) * 5
     )
-    # waiting for the broker, for a load and for the device are one stage: the queue
-    queue = max(0.0, wait_ms - worker) + (stages.load_ms + stages.device_wait_ms if stages else 0.0)
+    # waiting for the broker, for large inputs, for a load and for the device are one stage: the queue
+    queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
     rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
-    values = {
+    waited, total = round(queue + batch, 3), round(total_ms, 3)
+    queue, preprocess, batch, inference, post, rest = (round(value, 3) for value in (queue, preprocess, batch, inference, post, rest))
+    return {
         "queue_time": queue, "preprocess_time": preprocess, "batch_wait_time": batch, "inference_time": inference,
-        "postprocess_time": post, "unattributed_time": rest, "total_time": total_ms, "queue_ms": queue + batch,
-        "tokenization_ms": preprocess, "inference_ms": inference, "postprocessing_ms": post, "unattributed_ms": rest, "total_ms": total_ms,
+        "postprocess_time": post, "unattributed_time": rest, "total_time": total, "queue_ms": waited, "tokenization_ms": preprocess,
+        "inference_ms": inference, "postprocessing_ms": post, "unattributed_ms": rest, "total_ms": total,
     }  # fmt: skip
-    return {name: round(value, 3) for name, value in values.items()}
 
 
 def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
-    names = {
-        "X-Queue-Time": "queue_time", "X-Tokenization-Time": "preprocess_time", "X-Inference-Time": "inference_time",
-        "X-Postprocessing-Time": "postprocess_time", "X-Total-Time": "total_time", "X-Batch-Wait-Time": "batch_wait_time",
-    }  # fmt: skip
-    return {header: f"{values[name]:.2f}" for header, name in names.items()}
+    return {header: f"{values[name]:.2f}" for header, name in _TIMING_HEADERS}

@@ -126,11 +126,13 @@ def failure_of(answer: Received) -> SIEError:
         body = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, RecursionError):
         body = None
-    inner = body.get("error") if isinstance(body, dict) else None
-    details: dict[str, Any] = dict(inner) if isinstance(inner, dict) else {}
-    if isinstance(body, dict) and isinstance(body.get("errors"), list):
-        details["errors"] = body["errors"]
-    code = str(details.get("code", ""))
+    told: dict[str, Any] = body if isinstance(body, dict) else {}
+    inner = told.get("error")
+    # a 202 says "not yet" in the body itself, with its code in a header alone
+    details = dict(inner) if isinstance(inner, dict) else dict(told) if answer.status < 400 else {}
+    if isinstance(told.get("errors"), list):
+        details["errors"] = told["errors"]
+    code = str(details.get("code", answer.headers.get("x-sie-error-code", "")))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
     message = str(details.get("message", f"status {answer.status} with an unreadable body"))
     return error_class(code, answer.status)(

@@ -6,6 +6,7 @@ SIEError
 │   ├── AuthenticationError     401, 403
 │   └── ModelNotFoundError      MODEL_NOT_FOUND, with `suggestions` in `details`
 └── ServerError             the server failed, or had no capacity within the client's patience (5xx)
+    ├── ProvisioningError       PROVISIONING, as 202 or 503
     ├── ModelLoadingError       MODEL_LOADING
     ├── ModelLoadFailedError    MODEL_LOAD_FAILED
     ├── LoraLoadingError        LORA_LOADING
@@ -54,6 +55,10 @@ class ServerError(SIEError):
     """The server failed, or stayed without capacity for as long as the client was willing to wait."""
 
 
+class ProvisioningError(ServerError):
+    """No worker was ready when the client's patience ended: `details` has `gpu`, `bundle` and `estimated_wait_s`."""
+
+
 class ModelLoadingError(ServerError):
     """The model was still loading when the client's patience ended."""
 
@@ -84,6 +89,7 @@ class RequestTimeoutError(ServerError):
 
 _BY_CODE: dict[str, type[SIEError]] = {
     "MODEL_NOT_FOUND": ModelNotFoundError,
+    "PROVISIONING": ProvisioningError,
     "MODEL_LOADING": ModelLoadingError,
     "MODEL_LOAD_FAILED": ModelLoadFailedError,
     "LORA_LOADING": LoraLoadingError,

@@ -3,38 +3,55 @@
     jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
 Jobs share a batch when their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job has waited its
-bound, or at once when the device is idle and nothing more is expected; while the device is busy batches grow. Interactive work goes
-first, but may overtake the oldest bulk batch only `bulk_max_overtakes` times. Among keys of a priority the oldest head goes first.
+bound, or at once when the device is idle and nothing more is expected; while the device is busy batches grow.
+
+Order: interactive work first, but between two bulk batches at most `bulk_max_overtakes` interactive ones. Within a priority the model
+whose oldest job has waited longest; within a model its keys (LoRAs, operations) in turn, so that a backlog of one does not hold the others.
+From the moment that a job is due and the oldest of its priority, at most the K-th batch of that priority holds it, K being the number of
+keys of its model that have work. With k overtakes that is K + ceil(K / k) batches in all for interactive work and K (k + 1) for bulk.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+READY_PER_LANE = 2  # full batches that may wait for each lane
+LOOK_AHEAD = 4  # batches' worth of jobs among which a model that pads may choose
+
 
 class BatchKey(NamedTuple):
-    """What must be equal for two jobs to run in one forward pass. Output options are not here: they are applied per item."""
+    """What must be equal for two jobs to run in one forward pass. Output options are not here: they are applied per item.
+
+    `padded`: the model fills the rows of a batch up to the longest, so jobs of like cost are taken together.
+    """
 
     residency: str
     revision: str
     operation: str
     pooling: str
     lora: str
+    padded: bool = False
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a batch: tokens, work items, seconds that the oldest may wait, and overtakes of bulk work."""
+    """Bounds of a batch: tokens, work items, seconds that the oldest may wait, and overtakes of bulk work.
+
+    `reorder_s`: in a model that pads, no job is overtaken by one of its key that arrived more than so much later.
+    """
 
     cost: int
     requests: int
     wait_s: float
     bulk_max_overtakes: int = 4
+    reorder_s: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,8 @@ class Job(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
+    """Jobs of one key, the cheapest first. Within `Limits.cost` unless it is a single job."""
+
     key: BatchKey
     jobs: tuple[Job[T], ...]
     cost: int
@@ -76,103 +95,262 @@ class Wait:
     until_s: float
 
 
-@dataclass
+@dataclass(eq=False)
 class _Queue(Generic[T]):
+    """The jobs of one key, in order of arrival."""
+
+    key: BatchKey
     jobs: deque[Job[T]] = field(default_factory=deque)
     cost: int = 0
+    alone: int = 0  # jobs that run by themselves
+
+    @property
+    def head_s(self) -> float:
+        return self.jobs[0].arrived_s
+
+    def is_ready(self, now_s: float, limits: Limits, *, idle: bool) -> bool:
+        return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
+
+    def is_full(self, limits: Limits) -> bool:
+        """Whether a batch of its jobs could not grow any more."""
+        return self.alone > 0 or self.cost >= limits.cost or len(self.jobs) >= limits.requests
+
+    def insert(self, job: Job[T], place: int) -> None:
+        self.jobs.insert(place, job)
+        self.cost += job.cost
+        self.alone += job.alone
+
+    def take(self, limits: Limits) -> list[Job[T]]:
+        """The oldest job and what runs with it, in order of arrival. An oversize job runs alone."""
+        head = self.jobs[0]
+        if head.alone:
+            places = [0]
+        elif self.key.padded:
+            places = self._alike(limits)
+        else:
+            places = self._first(limits)
+        if places[-1] == len(places) - 1:
+            taken = [self.jobs.popleft() for _ in places]
+        else:
+            chosen = set(places)
+            ahead = [self.jobs.popleft() for _ in range(places[-1] + 1)]
+            taken = [ahead[place] for place in places]
+            self.jobs.extendleft(reversed([job for place, job in enumerate(ahead) if place not in chosen]))
+        self.cost -= sum(job.cost for job in taken)
+        self.alone -= sum(job.alone for job in taken)
+        return taken
+
+    def remove(self, job: Job[T]) -> None:
+        del self.jobs[next(place for place, other in enumerate(self.jobs) if other is job)]
+        self.cost -= job.cost
+        self.alone -= job.alone
+
+    def _first(self, limits: Limits) -> list[int]:
+        cost = number = 0
+        for job in self.jobs:
+            if number and (job.alone or number >= limits.requests or cost + job.cost > limits.cost):
+                break
+            cost += job.cost
+            number += 1
+        return list(range(number))
+
+    def _alike(self, limits: Limits) -> list[int]:
+        """The head, and of the jobs that came soon after it those whose cost is nearest to its own."""
+        head = self.jobs[0]
+        near = []
+        for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
+            if job.alone or job.arrived_s > head.arrived_s + limits.reorder_s:
+                break
+            near.append((abs(job.cost - head.cost), place, job.cost))
+        places, cost = [0], head.cost
+        for _, place, job_cost in sorted(near):
+            if len(places) >= limits.requests:
+                break
+            if cost + job_cost <= limits.cost:
+                places.append(place)
+                cost += job_cost
+        return sorted(places)
+
+
+class _Model(Generic[T]):
+    """The queues of one residency, the one whose turn is next first. `entry` is the number of its entry among the heads of its line."""
+
+    def __init__(self, name: str, head_s: float) -> None:
+        self.name = name
+        self.head_s = head_s  # when its oldest job arrived
+        self.entry = 0
+        self.queues: dict[BatchKey, _Queue[T]] = {}
+
+    def pick(self, now_s: float, limits: Limits, *, idle: bool) -> _Queue[T] | None:
+        return next((queue for queue in self.queues.values() if queue.is_ready(now_s, limits, idle=idle)), None)
+
+
+class _Line(Generic[T]):
+    """The jobs of one priority. `_heads` is a heap of (head, entry, model); what is not its model's last entry is dropped at the top."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, _Model[T]] = {}
+        self._heads: list[tuple[float, int, _Model[T]]] = []
+        self._entries = count(1)
+
+    def queues(self) -> Iterator[_Queue[T]]:
+        return (queue for model in self.models.values() for queue in model.queues.values())
+
+    def add(self, job: Job[T], *, in_order: bool) -> None:
+        """Behind all others, or to its place in the order of arrival if it was taken before."""
+        model = self.models.get(job.key.residency)
+        if model is None:
+            model = self.models[job.key.residency] = _Model(job.key.residency, job.arrived_s)
+            self._enter(model)
+        queue = model.queues.get(job.key)
+        if queue is None:
+            queue = model.queues[job.key] = _Queue(job.key)
+        place = len(queue.jobs)
+        if not in_order:
+            place = next((index for index, other in enumerate(queue.jobs) if other.arrived_s > job.arrived_s), place)
+        queue.insert(job, place)
+        if job.arrived_s < model.head_s:
+            model.head_s = job.arrived_s
+            self._enter(model)
+
+    def oldest(self) -> _Model[T] | None:
+        """The model whose oldest job has waited longest."""
+        while self._heads:
+            _, entry, model = self._heads[0]
+            if entry == model.entry:
+                return model
+            heapq.heappop(self._heads)
+        return None
+
+    def pick(self, now_s: float, limits: Limits, *, idle: bool) -> _Queue[T] | None:
+        """The queue to send from now, if any is ready."""
+        model = self.oldest()
+        if model is None:
+            return None
+        queue = model.pick(now_s, limits, idle=idle)
+        if queue is not None:
+            return queue
+        # nothing has waited its bound, so all that is here came within it: few keys to look through
+        full = (queue for queue in self.queues() if queue.is_full(limits))
+        return min(full, key=lambda queue: queue.head_s, default=None)
+
+    def pick_oldest(self) -> _Queue[T]:
+        """The queue of the oldest job, ready or not."""
+        model = self.oldest()
+        assert model is not None
+        return min(model.queues.values(), key=lambda queue: queue.head_s)
+
+    def take(self, queue: _Queue[T], limits: Limits) -> list[Job[T]]:
+        model = self.models[queue.key.residency]
+        taken = queue.take(limits)
+        del model.queues[queue.key]
+        if queue.jobs:
+            model.queues[queue.key] = queue  # behind the others
+        self._place(model)
+        return taken
+
+    def remove(self, job: Job[T]) -> None:
+        model = self.models[job.key.residency]
+        queue = model.queues[job.key]
+        queue.remove(job)
+        if not queue.jobs:
+            del model.queues[job.key]
+        if job.arrived_s == model.head_s or not model.queues:
+            self._place(model)
+
+    def _place(self, model: _Model[T]) -> None:
+        """After its oldest job may have gone."""
+        if not model.queues:
+            del self.models[model.name]
+            model.entry = 0
+            return
+        model.head_s = min(queue.head_s for queue in model.queues.values())
+        self._enter(model)
+
+    def _enter(self, model: _Model[T]) -> None:
+        """Give a model its place by its head; of equal heads, behind the others."""
+        model.entry = next(self._entries)
+        heapq.heappush(self._heads, (model.head_s, model.entry, model))
 
 
 class Waiting(Generic[T]):
-    """All tokenised jobs that are not sent yet, by priority and key, in order of arrival."""
+    """All tokenised jobs that are not sent yet, by priority, model and key, in order of arrival."""
 
     def __init__(self) -> None:
-        self._queues: tuple[dict[BatchKey, _Queue[T]], dict[BatchKey, _Queue[T]]] = ({}, {})
-        self.overtakes = 0  # interactive batches sent since the oldest bulk job became the head
+        self.lines: tuple[_Line[T], _Line[T]] = (_Line(), _Line())  # interactive, bulk
+        self.overtakes = 0  # interactive batches sent since the last bulk one, while bulk work waited
+        self.cost = 0
+        self._length = 0
 
     def add(self, job: Job[T]) -> None:
-        queue = self._queues[job.bulk].setdefault(job.key, _Queue())
-        queue.jobs.append(job)
-        queue.cost += job.cost
+        """A job that arrived now: after all that are here."""
+        self._add(job, in_order=True)
 
     def put_back(self, job: Job[T]) -> None:
         """Return a job that was sent and did not run to its place in the order of arrival."""
-        queue = self._queues[job.bulk].setdefault(job.key, _Queue())
-        place = next((index for index, other in enumerate(queue.jobs) if other.arrived_s > job.arrived_s), len(queue.jobs))
-        queue.jobs.insert(place, job)
-        queue.cost += job.cost
+        self._add(job, in_order=False)
+
+    def _add(self, job: Job[T], *, in_order: bool) -> None:
+        self.lines[job.bulk].add(job, in_order=in_order)
+        self.cost += job.cost
+        self._length += 1
+
+    def remove(self, job: Job[T]) -> None:
+        """Forget a job that waits here."""
+        self.lines[job.bulk].remove(job)
+        self.cost -= job.cost
+        self._length -= 1
 
     def __len__(self) -> int:
-        return sum(len(queue.jobs) for queues in self._queues for queue in queues.values())
+        return self._length
 
     def __iter__(self) -> Iterator[Job[T]]:
-        return (job for queues in self._queues for queue in queues.values() for job in queue.jobs)
+        return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
 
-    @property
-    def cost(self) -> int:
-        return sum(queue.cost for queues in self._queues for queue in queues.values())
-
-    def oldest(self, *, bulk: bool) -> _Queue[T] | None:
-        """The queue whose head has waited longest."""
-        queues = self._queues[bulk].values()
-        return min(queues, key=lambda queue: queue.jobs[0].arrived_s, default=None)
-
-    def take(self, queue: _Queue[T], count: int) -> tuple[Job[T], ...]:
-        jobs = tuple(queue.jobs.popleft() for _ in range(count))
-        queue.cost -= sum(job.cost for job in jobs)
-        if not queue.jobs:
-            del self._queues[jobs[0].bulk][jobs[0].key]
-        return jobs
-
-    def remove_all(self) -> list[Job[T]]:
-        jobs = list(self)
-        for queues in self._queues:
-            queues.clear()
-        return jobs
-
-
-def _fill(queue: _Queue[T], limits: Limits) -> tuple[int, bool]:
-    """How many jobs from the head fit into one batch, and whether it is then full. At least one: an oversize job runs alone."""
-    if queue.jobs[0].alone:
-        return 1, True
-    cost = count = 0
-    for job in queue.jobs:
-        if count and (cost + job.cost > limits.cost or count >= limits.requests or job.alone):
-            return count, True
-        cost += job.cost
-        count += 1
-    return count, cost >= limits.cost or count >= limits.requests
+    def seal(self, queue: _Queue[T], limits: Limits) -> Batch[T]:
+        """The batch that `queue` gives now."""
+        bulk = queue.jobs[0].bulk
+        jobs = tuple(sorted(self.lines[bulk].take(queue, limits), key=lambda job: job.cost))
+        cost = sum(job.cost for job in jobs)
+        self.cost -= cost
+        self._length -= len(jobs)
+        self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
+        return Batch(queue.key, jobs, cost)
 
 
 def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
     """The batch to send now, or until when to wait, or None while nothing can be sent before a batch ends or a job arrives."""
-    if device.sent >= device.depth:
+    if device.sent >= device.depth or not len(waiting):
         return None
-    interactive, bulk = waiting.oldest(bulk=False), waiting.oldest(bulk=True)
-    overdue = bulk is not None and waiting.overtakes >= limits.bulk_max_overtakes
-    candidates = [queue for queue in ((bulk, interactive) if overdue else (interactive, bulk)) if queue is not None]
-    if not limits.bulk_max_overtakes:  # no overtaking either way: first come, first served
-        candidates.sort(key=lambda queue: queue.jobs[0].arrived_s)
-    until_s: float | None = None
-    for queue in candidates:
-        count, full = _fill(queue, limits)
-        head = queue.jobs[0]
-        due_s = head.arrived_s + limits.wait_s
-        if full or now_s >= due_s or (device.sent == 0 and not device.more_expected):
-            jobs = waiting.take(queue, count)
-            if head.bulk:
-                waiting.overtakes = 0
-            elif bulk is not None:
-                waiting.overtakes += 1
-            return Batch(head.key, jobs, sum(job.cost for job in jobs))
-        until_s = due_s if until_s is None else min(until_s, due_s)
-        if overdue:
-            break
-    return None if until_s is None else Wait(until_s)
+    interactive, bulk = waiting.lines
+    idle = device.sent == 0 and not device.more_expected
+    heads = [model.head_s for line in waiting.lines if (model := line.oldest()) is not None]
+    first = interactive.pick(now_s, limits, idle=idle)
+    if first is None:
+        second = bulk.pick(now_s, limits, idle=idle)
+        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, limits)
+    if not bulk.models:
+        return waiting.seal(first, limits)
+    if limits.bulk_max_overtakes == 0:  # no overtaking either way: first come, first served
+        second = bulk.pick(now_s, limits, idle=idle)
+        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, limits)
+    if waiting.overtakes < limits.bulk_max_overtakes:
+        return waiting.seal(first, limits)
+    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), limits)
 
 
-def credit(*, held_cost: int, mean_cost: float, limits: Limits, lanes: int) -> int:
-    """Deliveries to have outstanding for a hosted model: what two batches per lane can hold beyond what is held; one as a probe if idle."""
-    room = 2 * lanes * limits.cost - held_cost
-    if room <= 0:
+class Load(NamedTuple):
+    """What is held and not at the device yet, in tokens and in work items, and the lanes of that device."""
+
+    cost: int
+    items: int
+    lanes: int
+
+
+def credit(load: Load, mean_cost: float, limits: Limits) -> int:
+    """Deliveries of `mean_cost` tokens to have outstanding: what READY_PER_LANE batches for each lane can take beyond what is held."""
+    room = READY_PER_LANE * load.lanes * limits.cost - load.cost
+    places = READY_PER_LANE * load.lanes * limits.requests - load.items
+    if room <= 0 or places <= 0:
         return 0
-    return max(1, min(int(room / max(1.0, mean_cost)), 2 * lanes * limits.requests))
+    return max(1, min(int(room / max(1.0, mean_cost)), places))

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 
+import msgspec
+
 import sie_contracts
 from sie_contracts import ipc, messages, topology
 from sie_contracts.broker import Broker, BrokerError
@@ -56,14 +58,23 @@ class Health:
 
     def heartbeat(self) -> Heartbeat:
         description = self._link.description if self._link.connected else None
-        statuses = tuple(hosted.status() for hosted in self.worker.hosting.all()) if self.worker else ()
+        worker = self.worker
+        held_cost, oldest_s = worker.held() if worker else (0, {})
+        statuses = tuple(
+            msgspec.structs.replace(status, oldest_s=oldest_s.get(status.model, 0.0)) for status in worker.hosting.statuses()
+        ) if worker else ()  # fmt: skip
+        credit_cost, credit_items = worker.most() if worker else (0, 0)
+        batch_cost, pipeline = worker.ahead() if worker else (0, 0)
         return Heartbeat(
             worker=self._id, pool=self._lane.pool, machine_profile=self._lane.machine_profile, bundle=self._lane.bundle,
             ready=self.not_ready() is None, version=sie_contracts.__version__, leaving=self.leaving, gpu_count=self._settings.gpu_count,
             gpu=self._settings.gpu_type or (description.gpu if description else ""), device=description.device if description else "",
             memory_used_bytes=description.memory_used_bytes if description else 0,
             memory_total_bytes=description.memory_total_bytes if description else 0,
-            queue_depth=self.worker.depth if self.worker else 0, config_epoch=self._feed.catalogue.epoch, models=statuses,
+            queue_depth=worker.depth if worker else 0, config_epoch=self._feed.catalogue.epoch, models=statuses,
+            slots=worker.hosting.slots(description.memory_total_bytes) if worker and description else 0,
+            rate=worker.rate.tokens_per_s if worker else 0.0, held_cost=held_cost,
+            credit_cost=credit_cost, credit_items=credit_items, batch_cost=batch_cost, pipeline=pipeline,
         )  # fmt: skip
 
     async def publish(self) -> None:
@@ -79,7 +90,8 @@ class Health:
             await self._refresh()
             await self.publish()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._change.wait(), self._settings.health_publish_interval_ms / 1000)
+                async with asyncio.timeout(self._settings.health_publish_interval_ms / 1000):
+                    await self._change.wait()
 
     async def _refresh(self) -> None:
         """Ask the adapter for its present memory; what cannot be asked now is told at the next beat."""
@@ -94,7 +106,10 @@ class Health:
         """Bring the gauges up to date, for a scrape."""
         if self.worker is None:
             return
-        metrics.queue_depth.set(self.worker.depth)
+        depths = {hosted.name: hosted.held for hosted in self.worker.hosting.all()}
+        for name, depth in depths.items():
+            metrics.queue_depth.labels(name).set(depth)
+        metrics.queue_depth.labels("other").set(max(0, self.worker.depth - sum(depths.values())))
         metrics.swaps.set(self.worker.hosting.swaps)
         device = self._link.description.device if self._link.description else ""
         for hosted in self.worker.hosting.all():

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -30,6 +31,8 @@ OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # tried again however often
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MOST_ATTEMPTS = 3  # of any other failure
+MEMORY_USED = 0.85  # of the device: what is above may be evicted again
+RATE_OVER_S = 10.0
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
 _logger = logging.getLogger("sie.sidecar.hosting")
@@ -47,13 +50,18 @@ class Hosted:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        self.parked = 0  # of these, what waits before the gate
+        self.before_gate: list[Callable[[], int]] = []  # how many of these each of those who wait before the gate has
         self.arriving = False  # the adapter is loading it now
         self.gate = asyncio.Event()  # closed while another model waits for this one's memory
         self.gate.set()
         self.loaded_s = 0.0
         self.used_s = 0.0  # of the last work that came or went
+        self.load_s = 0.0  # what the last load took
+        self.memory_bytes = 0  # of the copy that was loaded last
+        self._cost_rate = 0.0
+        self._cost_s = 0.0
         self.loading: asyncio.Task[None] | None = None
+        self.releasing: asyncio.Task[None] | None = None
         self.loras: set[str] = set()  # that the loaded copy has, unless it dropped one since
         self.lora_digests: dict[str, str] = {}  # of the files that they, and those it dropped, were loaded from
         self._fingerprints: dict[tuple[str, str], str] = {}
@@ -61,6 +69,20 @@ class Hosted:
     @property
     def name(self) -> str:
         return self.resolved.residency
+
+    @property
+    def parked(self) -> int:
+        """Of what is held, what waits before the gate."""
+        return sum(count() for count in self.before_gate)
+
+    def came_in(self, cost: int, now_s: float) -> None:
+        """Work of so many tokens was taken in."""
+        self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
+        self._cost_s = now_s
+
+    def cost_rate(self, now_s: float) -> float:
+        """Tokens a second that came in: a mean whose weights fall by e in RATE_OVER_S."""
+        return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, lora: str = "") -> str:
         """Of answers of this profile and this LoRA; empty while nothing is loaded."""
@@ -73,11 +95,12 @@ class Hosted:
         # by what its files hold: they may change under one name
         return hashlib.sha256(f"{found} {self.lora_digests.get(lora) or lora}".encode()).hexdigest()[:16] if lora else found
 
-    def status(self) -> ModelStatus:
+    def status(self, now_s: float) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
         return ModelStatus(
             self.name, self.state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
-            self.error.info() if self.error else None, loaded.certificate or None if loaded else None,
+            self.error.info() if self.error else None, loaded.certificate or None if loaded else None, self.load_s,
+            cost_rate=round(self.cost_rate(now_s), 1),
         )  # fmt: skip
 
     def cool_down_s(self) -> float:
@@ -112,7 +135,10 @@ class Hosting:
         self._clock = clock
         self._on_change = on_change
         self._hosted: dict[str, Hosted] = {}
+        self._of_model: dict[str, list[Hosted]] = {}
+        self.assigned: Callable[[], frozenset[str] | None] = lambda: None  # models that this worker is a host of; None: not known
         self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
+        self.on_unloaded: Callable[[Hosted], object] = lambda hosted: None
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -120,11 +146,32 @@ class Hosting:
     def all(self) -> list[Hosted]:
         return list(self._hosted.values())
 
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        now_s = self._clock()
+        return tuple(hosted.status(now_s) for hosted in self._hosted.values())
+
+    def is_loaded(self, model: str) -> bool:
+        """Whether a residency of this model is loaded."""
+        return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
+
+    def holds(self, model: str) -> bool:
+        """Whether work of this model is held here."""
+        return any(hosted.held for hosted in self._of_model.get(model, ()))
+
+    def loaded_models(self) -> list[str]:
+        return [model for model in self._of_model if self.is_loaded(model)]
+
+    def slots(self, memory_bytes: int) -> int:
+        """How many models of the mean size of those that were loaded here fit into a device of so many bytes; 0 while nobody knows."""
+        sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
+        return int(MEMORY_USED * memory_bytes * len(sizes) / sum(sizes)) if sizes else 0
+
     def of(self, resolved: Resolved) -> Hosted:
         """The residency that serves `resolved`. An entry that changed since is another one: the old copy is not used for it."""
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = Hosted(resolved)
+            self._of_model.setdefault(resolved.entry.id, []).append(hosted)
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.unload()
@@ -154,11 +201,14 @@ class Hosting:
             self._quiet.set()
         self._on_change()
 
-    async def ensure(self, hosted: Hosted, items: int = 1) -> None:
-        """Return when the model is loaded and its gate is open, for so many of the work items that are held for it. Raises ModelLoadFailed,
-        AdapterGone."""
-        while hosted.state != "loaded" or not hosted.gate.is_set():
-            if not hosted.gate.is_set():
+    async def ensure(self, hosted: Hosted, items: Callable[[], int] = lambda: 1, *, past_gate: bool = False) -> None:
+        """Return when the model is loaded and its gate is open. Raises ModelLoadFailed, AdapterGone.
+
+        `items`: for how many of the work items that are held for it, without those that were cancelled since. `past_gate`: they were
+        through the gate before and hold what others wait for, so that they must not wait there again.
+        """
+        while hosted.state != "loaded" or not (past_gate or hosted.gate.is_set()):
+            if not (past_gate or hosted.gate.is_set()):
                 await self._park(hosted, items)
                 continue
             if hosted.state == "failed" and hosted.error is not None:
@@ -166,9 +216,20 @@ class Hosting:
                 if permanent or self._clock() - hosted.failed_s < hosted.cool_down_s():
                     # a new exception each time: a kept one would collect the frames of everybody who ever met it
                     raise SIEError.from_info(hosted.error.info())
+            if hosted.releasing is not None:
+                await asyncio.wait([hosted.releasing])  # whatever comes of it, what comes now loads it again
+                continue
             if hosted.loading is None:
                 hosted.loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
+                hosted.loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have gone by then
             await asyncio.shield(hosted.loading)
+
+    async def stop(self) -> None:
+        """End the loads that are under way; whoever waits for one is cancelled with it."""
+        loads = [hosted.loading for hosted in self._hosted.values() if hosted.loading is not None]
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
 
     async def _load(self, hosted: Hosted) -> None:
         resolved, asked_s = hosted.resolved, self._clock()
@@ -180,6 +241,7 @@ class Hosting:
                 closed = await self._make_room(hosted, asked_s, closed)
             if hosted.resolved.entry == resolved.entry:  # else it changed meanwhile: what was loaded is another model
                 self._loaded(hosted, ready)
+                hosted.load_s = ready.load_s or self._clock() - asked_s
         finally:
             if hosted.state == "loading":
                 hosted.state = "available"
@@ -192,12 +254,17 @@ class Hosting:
         """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way. Raises AdapterGone,
         ModelLoadFailed."""
         offered = [other for other in self.idle(0.0) if other is not hosted]
-        names = tuple(other.name for other in offered)
-        question = ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, names)
         beside, number, asked_s = self._busy(hosted), self._asked + 1, self._clock()
         self._asked, hosted.arriving = number, True
         try:
-            return await self._link.ensure_ready(question)
+            first = self._first_to_go(offered)
+            if len(first) < len(offered):
+                try:
+                    return await self._ask(hosted, resolved, first)
+                except SIEError as error:
+                    if error.extras.get("error_class") != "OOM":
+                        raise
+            return await self._ask(hosted, resolved, offered)
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
             came = self._asked > number or any(other.used_s >= asked_s for other in offered)
@@ -214,15 +281,30 @@ class Hosting:
             hosted.arriving = False
             self._quiet.set()
 
-    async def _park(self, hosted: Hosted, items: int) -> None:
+    def _first_to_go(self, idle: list[Hosted]) -> list[Hosted]:
+        """Of these models the ones that are placed elsewhere, or all where there is none."""
+        assigned = self.assigned()
+        return [hosted for hosted in idle if assigned is not None and hosted.resolved.entry.id not in assigned] or idle
+
+    async def _ask(self, hosted: Hosted, resolved: Resolved, offered: list[Hosted]) -> ipc.Ready:
+        names = (*self._left_over(), *(other.name for other in offered))
+        return await self._link.ensure_ready(ipc.EnsureReady(hosted.name, msgspec.to_builtins(resolved.entry), resolved.profile, names))
+
+    def _left_over(self) -> list[str]:
+        """What the adapter held when this process came to it, and nobody here has asked for since."""
+        found = self._link.description.models if self._link.description else ()
+        known = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
+        return [loaded.model for loaded in found if loaded.model not in known]
+
+    async def _park(self, hosted: Hosted, items: Callable[[], int]) -> None:
         """Wait before the gate; work that is past it is finished first."""
-        hosted.parked += items
+        hosted.before_gate.append(items)
         if hosted.held == hosted.parked:
             self._quiet.set()
         try:
             await hosted.gate.wait()
         finally:
-            hosted.parked -= items
+            hosted.before_gate.remove(items)
 
     def _busy(self, hosted: Hosted) -> list[Hosted]:
         """The other models that take memory now: loaded with work, or on their way."""
@@ -246,7 +328,8 @@ class Hosting:
                 continue
             self._quiet.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), due_s)
+                async with asyncio.timeout(due_s):
+                    await self._quiet.wait()
         return closed
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
@@ -255,6 +338,7 @@ class Hosting:
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
         hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
         loaded = ready.loaded
+        hosted.memory_bytes = loaded.memory_bytes
         how = f"{loaded.precision}, {loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
         self.on_loaded(hosted)
@@ -263,21 +347,23 @@ class Hosting:
         for name in names:
             if name in self._hosted:
                 self._hosted[name].unload()
+                self.on_unloaded(self._hosted[name])
         if names:
             self._on_change()
 
     async def release(self, hosted: Hosted) -> None:
         """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises AdapterGone, SIEError."""
         hosted.unload()
-        hosted.loading = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
+        self.on_unloaded(hosted)
+        hosted.releasing = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
         self._on_change()
-        await asyncio.shield(hosted.loading)
+        await asyncio.shield(hosted.releasing)
 
     async def _release(self, hosted: Hosted) -> None:
         try:
             await self._link.ask(ipc.Release(hosted.name))
         finally:
-            hosted.loading = None
+            hosted.releasing = None
 
     def idle(self, seconds: float) -> list[Hosted]:
         """Loaded models without work, other than what waits before the gate, that were last used this long ago."""
@@ -289,7 +375,8 @@ class Hosting:
         """Until cancelled: tell the adapter what may go, hear what went, and unload what was idle for `idle_evict_s` seconds."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), TELL_S)
+                async with asyncio.timeout(TELL_S):
+                    await self._news.wait()
             self._news.clear()
             with contextlib.suppress(AdapterGone):  # nothing is loaded then, and a new adapter knows of no idle model
                 await self.tell()
@@ -302,7 +389,7 @@ class Hosting:
 
     async def tell(self) -> None:
         """Name the idle models to the adapter, if there are or were any. Raises AdapterGone."""
-        idle = {hosted.name for hosted in self.idle(IDLE_S)}
+        idle = {hosted.name for hosted in self._first_to_go(self.idle(IDLE_S))}
         if not idle and not self._told:
             return
         self._told = idle

@@ -10,7 +10,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from sie_contracts.broker import BrokerError, Delivery
+from sie_contracts.broker import Broker, BrokerError, Delivery
+from sie_contracts.runtime.failpoints import failpoint
+from sie_sidecar.ledger import Ledger
 
 FENCE = 0.8  # share of ack_wait after which an unrenewed lease counts as lost
 _logger = logging.getLogger("sie.sidecar.lease")
@@ -19,26 +21,33 @@ _logger = logging.getLogger("sie.sidecar.lease")
 class Lease:
     """One delivery in our hands."""
 
-    __slots__ = ("delivery", "renewed_s")
+    __slots__ = ("delivery", "renewed_s", "slot")
 
-    def __init__(self, delivery: Delivery, now_s: float) -> None:
+    def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
         self.delivery = delivery
         self.renewed_s = now_s
+        self.slot = slot  # in the ledger
 
 
 class Leases:
-    """All deliveries held by this worker."""
+    """All deliveries held by this worker, noted in its ledger if it keeps one."""
 
-    def __init__(self, ack_wait_s: float, is_alive: Callable[[], bool], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, ack_wait_s: float, is_alive: Callable[[], bool], clock: Callable[[], float], ledger: Ledger | None = None,
+        heard: Callable[[float], Awaitable[None]] | None = None,
+    ) -> None:  # fmt: skip
+        """`heard`: returns when the broker has received all that was sent, or raises BrokerError after so many seconds."""
         self._ack_wait_s = ack_wait_s
+        self._ledger = ledger
         self._is_alive = is_alive
+        self._heard = heard
         self._clock = clock
         self._held: dict[int, Lease] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
     def hold(self, delivery: Delivery) -> Lease:
-        lease = Lease(delivery, self._clock())
+        lease = Lease(delivery, self._clock(), self._ledger.put(delivery.reply) if self._ledger else 0)
         self._held[delivery.sequence] = lease
         self.empty.clear()
         return lease
@@ -49,7 +58,26 @@ class Leases:
         if lease is None or lease.delivery.data != delivery.data:  # sequences begin anew in a stream that was lost and made again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
+        if self._ledger:
+            self._ledger.clear(lease.slot)
+            lease.slot = self._ledger.put(delivery.reply)
         return lease
+
+    async def release_left(self, broker: Broker) -> int:
+        """Hand back what an earlier process of this worker held when it was killed. Returns how many deliveries that were."""
+        left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
+        count = 0
+        for reply in left:
+            failpoint("ledger.before_release")
+            try:
+                await broker.release(reply)
+                count += 1
+            except ValueError as error:
+                _logger.warning("the ledger of leases: %s", error)
+            except BrokerError as error:
+                _logger.warning("what was held before is delivered again when its leases lapse: %s", error)
+                break
+        return count
 
     def all(self) -> list[Lease]:
         return list(self._held.values())
@@ -59,10 +87,17 @@ class Leases:
 
     def is_mine(self, lease: Lease) -> bool:
         """Whether nobody else can hold this work yet."""
-        return self._clock() - lease.renewed_s < FENCE * self._ack_wait_s
+        return self.left_s(lease) > 0
+
+    def left_s(self, lease: Lease) -> float:
+        """For how long that is so without a renewal."""
+        return lease.renewed_s + FENCE * self._ack_wait_s - self._clock()
 
     def drop(self, lease: Lease) -> None:
         """Forget without a word."""
+        if self._ledger:
+            self._ledger.clear(lease.slot)
+            lease.slot = 0
         if self._held.get(lease.delivery.sequence) is lease:
             del self._held[lease.delivery.sequence]
             if not self._held:
@@ -96,18 +131,27 @@ class Leases:
             _logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew every lease, if the adapter lives: work of a dead one must go to somebody else."""
-        if not self._is_alive():
+        """Renew every lease, if the adapter lives: work of a dead one must go to somebody else.
+
+        A renewal counts from when it was sent, once the broker has heard it: what goes into a connection that is dead renews nothing.
+        """
+        if not self._held or not self._is_alive():
             return
-        for lease in list(self._held.values()):
-            if self._held.get(lease.delivery.sequence) is not lease:
-                continue
-            try:
-                await lease.delivery.in_progress()
-            except BrokerError as error:
-                _logger.warning("leases could not be renewed: %s", error)
-                return
-            lease.renewed_s = self._clock()
+        sent_s, renewed = self._clock(), []
+        try:
+            for lease in list(self._held.values()):
+                if self._held.get(lease.delivery.sequence) is lease:
+                    await lease.delivery.in_progress()
+                    renewed.append(lease)
+            if self._heard is not None:
+                await self._heard(self._ack_wait_s / 3)
+        except BrokerError as error:
+            _logger.warning("leases could not be renewed: %s", error)
+            return
+        for lease in renewed:
+            lease.renewed_s = max(lease.renewed_s, sent_s)
+        if self._ledger:
+            self._ledger.renewed()
 
     async def run(self) -> None:
         """Renew every third of the ack wait until cancelled; draining work keeps its leases."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 
 from sie_contracts import ipc
@@ -31,23 +33,23 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._closed_by_us = False
+        self._given_up = False
 
     async def send(self, frame: bytes) -> None:
         try:
             self._writer.write(frame)
             await self._writer.drain()
         except OSError as error:
-            raise AdapterGone(f"sending failed: {error}", died=not self._closed_by_us) from error
+            raise AdapterGone(f"sending failed: {error}", died=not self._given_up) from error
 
     async def receive(self) -> ipc.Reply:
         try:
             return ipc.reply(await ipc.read_frame(self._reader))
         except (OSError, EOFError, ipc.FrameError) as error:
-            raise AdapterGone(str(error), died=not self._closed_by_us) from error
+            raise AdapterGone(str(error), died=not self._given_up) from error
 
-    def close(self) -> None:
-        self._closed_by_us = True
+    def close(self, *, given_up: bool = True) -> None:
+        self._given_up = given_up
         self._writer.close()
 
 
@@ -74,6 +76,7 @@ class AdapterLink:
         self._control_lock = asyncio.Lock()  # one question at a time
         self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always left to batches
         self._lost = asyncio.Event()
+        self._given_up = False  # it was we who ended it: nothing is known of what it had
         self._last_pong_s = -1e9
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
@@ -81,6 +84,20 @@ class AdapterLink:
     @property
     def connected(self) -> bool:
         return self._control is not None
+
+    def has_spare(self) -> bool:
+        """Whether a warm spare waits to take over from the adapter; also true where there never was one."""
+        try:
+            file = os.open(f"{self.path}.spare", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False
 
     async def wait_connected(self) -> None:
         await self._up.wait()
@@ -136,6 +153,7 @@ class AdapterLink:
             raise
         connections = opened[1:]
         self._lost.clear()
+        self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle = asyncio.LifoQueue()
         for connection in connections:
@@ -144,15 +162,17 @@ class AdapterLink:
         self._up.set()
 
     def _close(self) -> None:
+        """Close all connections. Whoever noticed first that the adapter died, its batches died with it."""
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
-            connection.close()
+            connection.close(given_up=self._given_up)
         self._control, self._all = None, []
 
     async def _ping_until_lost(self) -> None:
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), self._ping_s)
+                async with asyncio.timeout(self._ping_s):
+                    await self._lost.wait()
                 return
             try:
                 pong = await self.ask(ipc.Ping())
@@ -171,6 +191,7 @@ class AdapterLink:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     answer = await self._exchange(control, question)
             except BaseException as error:
+                self._given_up = self._given_up or not isinstance(error, AdapterGone)
                 self._lost.set()  # given up in the middle of a frame, perhaps: what comes next could not be read
                 if isinstance(error, TimeoutError):
                     raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
@@ -212,6 +233,7 @@ class AdapterLink:
             raise
         except BaseException:
             connection.close()  # an answer may still arrive on it
+            self._given_up = True
             self._lost.set()
             raise
         pool.put_nowait(connection)

@@ -61,6 +61,13 @@ class Loras:
             except (SIEError, AdapterGone) as error:
                 _logger.warning("a profile of %s names a LoRA: %s", hosted.name, error, extra={"model": hosted.name})
 
+    async def stop(self) -> None:
+        """End the loads that are under way; whoever waits for one is cancelled with it."""
+        loads = list(self._loads.values())
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
     def _load_of(self, hosted: Hosted, name: str) -> asyncio.Task[None]:
         key = (hosted.name, name)
         load = self._loads.get(key)

@@ -19,7 +19,8 @@ class Metrics:
         )
         self.batch_size = Histogram("sie_batch_size", "Inputs per batch", ["model"], buckets=_COUNTS, registry=registry)
         self.tokens = Counter("sie_tokens_processed", "Tokens run", ["model"], registry=registry)
-        self.queue_depth = Gauge("sie_queue_depth", "Chunks held and not yet answered", registry=registry)
+        self.queue_depth = Gauge("sie_queue_depth", "Chunks held and not yet answered", ["model"], registry=registry)
+        self.gathered = Histogram("sie_gathered_deliveries", "Deliveries taken from the wire together", buckets=_COUNTS, registry=registry)
         self.batches = Gauge("sie_batches_in_progress", "Batches sent to the adapter", registry=registry)
         self.loaded = Gauge("sie_model_loaded", "1 while the model is resident", ["model", "device"], registry=registry)
         self.memory = Gauge("sie_model_memory_bytes", "Measured memory of a resident model", ["model"], registry=registry)
@@ -27,6 +28,8 @@ class Metrics:
         self.swaps = Gauge("sie_model_swaps", "Models closed to new work for another one's load, since start", registry=registry)
         self.deliveries = Counter("sie_deliveries", "Deliveries taken in", ["redelivered"], registry=registry)
         self.settlements = Counter("sie_settlements", "What became of deliveries", ["outcome"], registry=registry)
+        self.dead_letters = Counter("sie_dead_letters", "Work given up, by whether it was kept", ["result"], registry=registry)
+        self.poisoned = Counter("sie_poisoned_inputs", "Inputs refused because they ended two adapters", registry=registry)
         self.adapter_deaths = Counter("sie_adapter_deaths", "Adapters that went away", registry=registry)
         self.config_deltas = Gauge("sie_config_deltas", "Config deltas by result since start", ["result"], registry=registry)
 

@@ -7,18 +7,21 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import ModelNotFound, SIEError
+from sie_contracts.payloads import open_store
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_contracts.runtime.http import App, HttpServer, Receive, Scope, Send, probes
 from sie_contracts.runtime.process import Stop, Tasks, retry
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
 from sie_contracts.topology import Lane
+from sie_sidecar.admission import Admission
 from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
 from sie_sidecar.hosting import MOST_ATTEMPTS
@@ -68,14 +71,21 @@ async def serve(
         tasks.start(health.run(), "heartbeats")
         worker = Worker(
             settings, broker, feed, link, lane, worker_id, limits_of(settings, mode), metrics, on_failure=stop.request,
-            on_change=health.changed,
+            on_change=health.changed, ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
+            store=open_store(settings.payload_store_url),
         )  # fmt: skip
+        if settings.pool_admission_enabled and settings.gateway_url is not None:
+            admission = Admission(settings.gateway_url, settings.config_read_token, worker_id, lane.pool, time.monotonic)
+            worker.admits, admission.on_change = admission.admits, worker.pulling.refill_all
+            tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
         await retry(lambda: _verified(broker, stream), errors=(BrokerError,), stop=stop, logger=_logger, what=f"waiting for {stream}")
         try:
             if not stop.requested:
                 await worker.start()
+                await retry(worker.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull")
                 health.worker = worker
+                health.changed()  # gateways may place on it from now on
                 await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
                 tasks.start(worker.hosting.run(settings.idle_evict_s), "hosting")
@@ -92,6 +102,11 @@ async def serve(
         await tasks.cancel()
         await http.stop()
     return 1 if tasks.failed else 0
+
+
+def _ledger_path(settings: Settings, worker_id: str) -> Path:
+    """Beside the socket, which is on a volume that outlives the container; the id keeps workers of one folder apart."""
+    return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
 
 async def _verified(broker: Broker, stream: str) -> bool:
@@ -120,7 +135,7 @@ async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, w
         while not stop.requested:
             hosted = worker.hosting.of(wanted)
             try:
-                await worker.hosting.ensure(hosted, 0)
+                await worker.hosting.ensure(hosted, lambda: 0)
                 break
             except AdapterGone:
                 await link.wait_connected()
@@ -154,16 +169,14 @@ def _known(catalogue: Catalogue, name: str) -> Resolved:
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Once a second: credit that depends on time; every ten, the consumers."""
+    """Once a second: what depends on time; every ten, the consumers."""
     rounds = 0
     while not await stop.wait_for(REFILL_S):
-        worker.pulling.refill()
         rounds += 1
-        if rounds % 10 == 0:
-            try:
-                await worker.pulling.find_consumers()
-            except BrokerError as error:
-                _logger.warning("the consumers could not be listed: %s", error)
+        try:
+            await worker.upkeep(look=rounds % 10 == 0)
+        except BrokerError as error:
+            _logger.warning("the consumers could not be listed: %s", error)
 
 
 def _app(health: Health, metrics: Metrics) -> App:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, Layout, Rows, RunBatch, Side
 from sie_contracts.messages import Input, Operation, RunOptions, Truncate
+from sie_sidecar import cost
 from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
 QUERY_SHARE = 0.75  # of a pair's room that its query may always take; more only where the document leaves it
@@ -52,7 +53,7 @@ class Row:
     @property
     def cost(self) -> int:
         """Tokens on the device."""
-        return max(len(self.ids), self.expanded)
+        return cost.text(len(self.ids), self.expanded)
 
 
 class Work(NamedTuple):

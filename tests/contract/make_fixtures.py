@@ -25,10 +25,13 @@ from sie_contracts.messages import (
     ConfigModel,
     Confirmation,
     DeadLetter,
+    Demand,
     Failed,
     Fragment,
+    GatewayBeat,
     Heartbeat,
     Input,
+    LaneTraffic,
     ModelStatus,
     Ok,
     Payload,
@@ -81,6 +84,7 @@ EXAMPLES: dict[str, Any] = {
         request="01a1f797", chunk=0, worker="w1",
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
+    "result-1-payload": WorkResult("01a1f797", 0, "w1", (), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
     "work-1-payload": WorkItem(
         request="01a1f797", chunk=0, model="org/model", revision="abc", operation="encode", inputs=(), options=RunOptions(),
@@ -91,8 +95,14 @@ EXAMPLES: dict[str, Any] = {
     "cancel-1": Cancel(("01a1f797", "01a1f798")),
     "heartbeat-1-capacity": Heartbeat(
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0", slots=14, rate=45_000.5,
-        held_cost=512, credit_cost=32_768, models=(ModelStatus("org/model", "loaded", load_s=4.5, oldest_s=0.25),),
+        held_cost=512, credit_cost=32_768, models=(ModelStatus("org/model", "loaded", load_s=4.5, oldest_s=0.25, cost_rate=800.5),),
     ),
+    "heartbeat-1-items": Heartbeat(
+        worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0", credit_items=24,
+        batch_cost=16_384, pipeline=2,
+    ),
+    "gateway-1": GatewayBeat("g1", True, {"_default.l4.default.bulk": LaneTraffic(12.5, 4096.25, 100.5, 8192)}),
+    "demand-1": Demand(1_700_000_000.5),
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "dead-1": DeadLetter("01a1f797.3.1", "sie.work.p.m.b.bulk.x", b"\x01\x02", _ERROR, ("w1", "w2"), 3, 2, 1_700_000_000.5),
     "heartbeat-1": Heartbeat(

@@ -219,6 +219,18 @@ class VerbsResult(msgspec.Struct, tag="result/1"):
     outcomes: tuple[VerbsOk | V1Failed, ...]
 
 
+class PayloadStages(V1Stages):
+    fetch_ms: float = 0.0
+
+
+class PayloadResult(msgspec.Struct, tag="result/1"):
+    request: str
+    chunk: int
+    worker: str
+    outcomes: tuple[VerbsOk | V1Failed, ...]
+    stages: PayloadStages = msgspec.field(default_factory=PayloadStages)
+
+
 class CertificateStatus(V1Status):
     certificate: dict[str, Any] | None = None
 
@@ -393,6 +405,7 @@ class QueueCancel(msgspec.Struct, tag="cancel/1"):
 class QueueStatus(V1Status):
     load_s: float = 0.0
     oldest_s: float = 0.0
+    cost_rate: float = 0.0
 
 
 class QueueHeartbeat(msgspec.Struct, tag="heartbeat/1"):
@@ -407,6 +420,29 @@ class QueueHeartbeat(msgspec.Struct, tag="heartbeat/1"):
     rate: float = 0.0
     held_cost: int = 0
     credit_cost: int = 0
+
+
+class ItemsHeartbeat(QueueHeartbeat, tag="heartbeat/1"):
+    credit_items: int = 0
+    batch_cost: int = 0
+    pipeline: int = 0
+
+
+class QueueTraffic(msgspec.Struct, array_like=True):
+    messages: float
+    tokens: float
+    rate: float = 0.0
+    waiting: int = 0
+
+
+class QueueGateway(msgspec.Struct, tag="gateway/1"):
+    gateway: str
+    leaving: bool = False
+    traffic: dict[str, QueueTraffic] = {}
+
+
+class QueueDemand(msgspec.Struct, tag="demand/1"):
+    at_s: float
 
 
 class QueuePlacement(msgspec.Struct, tag="placement/1"):
@@ -429,8 +465,10 @@ class QueueDeadLetter(msgspec.Struct, tag="dead/1"):
 OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1": V1Work, "result-1": V1Result, "confirm-1": V1Confirmation, "heartbeat-1": V1Heartbeat, "delta-1": V1Delta,
     "export-1": V1Export, "work-1-verbs": VerbsWork, "result-1-verbs": VerbsResult, "heartbeat-1-certificate": CertificateHeartbeat,
-    "work-1-payload": QueuePayloadWork, "payload-1": QueuePayload, "fragment-1": QueueFragment, "cancel-1": QueueCancel,
+    "work-1-payload": QueuePayloadWork, "payload-1": QueuePayload, "result-1-payload": PayloadResult,
+    "fragment-1": QueueFragment, "cancel-1": QueueCancel,
     "heartbeat-1-capacity": QueueHeartbeat, "placement-1": QueuePlacement, "dead-1": QueueDeadLetter,
+    "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "demand-1": QueueDemand,
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
@@ -439,7 +477,7 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
 # what is sent today is also sent to those who know less of it
 OLDER_READERS = {
     "work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat, "heartbeat-1-capacity": V1Heartbeat,
-    "work-1-payload": VerbsWork,
+    "work-1-payload": VerbsWork, "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat,
 }  # fmt: skip
 
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)
@@ -459,7 +497,7 @@ def decode(name: str, data: bytes, kind: Any = None) -> Any:
 
 # maps of anything, where another key is another value
 _DATA = {"entry", "parameters", "data", "extras", "model_config", "bundles", "certificate", "hosts", "raised_s"}
-_NAMED = {"outputs", "rows"}  # maps from names that are data to structs
+_NAMED = {"outputs", "rows", "traffic"}  # maps from names that are data to structs
 
 
 def newer(value: Any, key: str = "") -> Any:

@@ -280,13 +280,13 @@ def test_what_no_message_can_hold_is_413_and_a_foreign_traceparent_is_dropped(cl
     assert post(client, {"items": ["a"]}, traceparent="x" * 60_000).status_code == 200
 
 
-def test_a_text_of_ten_megabytes_is_413_naming_the_limit(client: httpx.Client) -> None:
-    """L11: refused with the limit before anything is queued."""
-    answer = post(client, {"items": ["fine", "x" * 10_000_000]})
-    assert (answer.status_code, answer.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
-    assert str(answer.json()["error"]["limit"]) in answer.json()["message"]
-    assert answer.json()["error"]["param"] == "items[1].text"
-    assert post(client, {"items": ["still serving"]}).status_code == 200
+def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx.Client) -> None:
+    """L11 S24: no message of the broker holds it; `sie serve` keeps such inputs in a folder of its own. Nothing changes for the others."""
+    words = "the quick brown fox jumps over the lazy dog "
+    slots = post(client, {"items": [words * 230_000, words * 200, "fine"]}).json()["items"]
+    whole, page, fine = (slot["dense"]["values"] for slot in slots)
+    assert whole == pytest.approx(page, abs=1e-6)
+    assert fine == pytest.approx(post(client, {"items": ["fine"]}).json()["items"][0]["dense"]["values"], abs=2e-3)
 
 
 def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) -> None:

@@ -30,6 +30,7 @@ DOCUMENTED = {
     "MODEL_LOAD_FAILED": (502, 0, "server_error", "backend"),
     "LORA_LOAD_FAILED": (502, 0, "server_error", "backend"),
     "MODEL_LOADING": (503, 5, "server_error", "overloaded"),
+    "PROVISIONING": (503, 5, "server_error", "overloaded"),
     "LORA_LOADING": (503, 1, "server_error", "overloaded"),
     "RESOURCE_EXHAUSTED": (503, 5, "server_error", "overloaded"),
     "QUEUE_FULL": (503, 1, "server_error", "overloaded"),

@@ -21,6 +21,7 @@ class Link:
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[bool], None]] = []
+        self.description: ipc.Description | None = None
         self.questions: list[ipc.Request] = []
         self.loads: list[ipc.EnsureReady] = []
         self.failure: SIEError | None = None

@@ -26,7 +26,8 @@ HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
 CORE = {
     "sie_contracts.messages", "sie_contracts.options", "sie_contracts.ipc", "sie_contracts.topology", "sie_contracts.catalogue",
     "sie_contracts.errors", "sie_contracts.arrays", "sie_contracts.settings", "sie_contracts.muvera", "sie_sidecar.batch",
-    "sie_sidecar.lease", "sie_gateway.chunk", "sie_gateway.body",
+    "sie_sidecar.quantum", "sie_sidecar.rate", "sie_sidecar.cost", "sie_contracts.placement", "sie_gateway.chunk",
+    "sie_gateway.body", "sie_gateway.window", "sie_gateway.prediction",
 }  # fmt: skip
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids
@@ -148,8 +149,9 @@ def test_nothing_can_execute_what_was_received(package: str) -> None:
 def test_the_public_surface_of_the_sdk() -> None:
     assert sie_sdk.__all__ == [
         "AuthenticationError", "EncodeResult", "ExtractResult", "Item", "LoraLoadFailedError", "LoraLoadingError", "ModelLoadFailedError",
-        "ModelLoadingError", "ModelNotFoundError", "QueueFullError", "RequestError", "RequestTimeoutError", "ResourceExhaustedError",
-        "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ScoreResult", "ServerError", "__version__",
+        "ModelLoadingError", "ModelNotFoundError", "ProvisioningError", "QueueFullError", "RequestError", "RequestTimeoutError",
+        "ResourceExhaustedError", "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ScoreResult", "ServerError",
+        "__version__",
     ]  # fmt: skip
     public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
     modules = {"client", "core", "errors", "types"}

@@ -48,6 +48,21 @@ def batch(ids: int = 1, name: str = "b") -> ipc.RunBatch:
     return ipc.RunBatch(name, "toy/one", "encode", lengths, bytes(4 * ids), (ipc.Group(0, 1),))
 
 
+async def test_a_death_is_one_whichever_connection_notices_it_first(linked: Linked) -> None:
+    """L4: the batch that the device had is suspect also when the end of the control connection is read before its own."""
+    link, adapter = linked
+    adapter.hold_batches = True
+    begun = asyncio.Event()
+    running = asyncio.create_task(link.run_batch(batch(), begun.set))
+    await asyncio.wait_for(begun.wait(), 10)
+    adapter.freeze()
+    asking = asyncio.create_task(link.ask(ipc.Ping()))
+    await asyncio.sleep(0)  # the question is on its way: its reader is woken with the batch's
+    await adapter.stop()
+    outcomes = await asyncio.wait_for(asyncio.gather(running, asking, return_exceptions=True), 10)
+    assert all(isinstance(outcome, AdapterGone) and outcome.died for outcome in outcomes), outcomes
+
+
 async def answered(link: AdapterLink) -> None:
     done = await link.run_batch(batch(), lambda: None)
     assert done.block == vector_of([0]).tobytes()

@@ -156,6 +156,26 @@ def test_an_unreadable_reply_is_a_server_error(body: bytes) -> None:
         steps.send(Received(200, {}, body))
 
 
+def provisioning() -> Received:
+    """What the gateway answers, word for word: no error map, its code in a header."""
+    body = {"status": "provisioning", "gpu": "l4", "bundle": "default", "estimated_wait_s": 41.5, "message": "no worker is ready yet"}
+    headers = {"retry-after": "5", "x-should-retry": "true", "x-sie-error-code": "PROVISIONING", "x-sie-request-id": "r3"}
+    return Received(202, headers, json.dumps(body).encode())
+
+
+def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
+    steps = plan(["a"], Policy(capacity_budget_s=8))
+    next(steps)
+    pause = steps.send(provisioning())
+    assert isinstance(pause, Pause)
+    assert (3.75 <= pause.seconds <= 6.25, pause.cause) == (True, "PROVISIONING")
+    steps.send(None)
+    with pytest.raises(sie_sdk.ProvisioningError, match="PROVISIONING: no worker is ready yet") as caught:
+        steps.send(provisioning())
+    error = caught.value
+    assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == ("PROVISIONING", 202, "r3", 41.5)
+
+
 def test_an_unreadable_error_still_has_its_status() -> None:
     steps = plan(["a"])
     next(steps)

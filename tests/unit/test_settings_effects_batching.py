@@ -15,6 +15,7 @@ from sie_contracts.messages import Truncate
 from sie_contracts.settings import Mode, load
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
 from sie_sidecar.process import limits_of
+from sie_sidecar.quantum import WINDOW, WINDOW_S, Quantum, quantum_of
 from sie_sidecar.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
 
 KEY = BatchKey("toy/one", "local", "encode", "", "")
@@ -127,6 +128,49 @@ def test_without_overtaking_it_is_first_come_first_served() -> None:
     bulk, interactive = jobs(4, every_s=0.2, bulk=True), [Job(KEY, 1, 0.1 + 0.2 * number, number) for number in range(4)]
     assert order_of([*bulk, *interactive], bounds) == "bibibibi"
     assert order_of([*jobs(4, bulk=True), *interactive], bounds) == "bbbbiiii"
+
+
+def quantum(p50_ms: float | None, **environ: str) -> Quantum:
+    """As after a second in which work was answered this long after its delivery."""
+    found = quantum_of(settings_of(**environ))
+    for number in range(WINDOW if p50_ms is not None else 0):
+        found.answered((p50_ms or 0.0) / 1000, number / WINDOW)
+    return found
+
+
+def gathered_ms(found: Quantum, *, every_ms: float | None) -> float:
+    """How long a gathering lasts for which more is always expected: deliveries come at this distance, or none after the first."""
+    began_s = last_s = 1.0
+    while every_ms is not None and last_s + every_ms / 1000 <= found.until_s(began_s, last_s):
+        last_s += every_ms / 1000
+    return round((found.until_s(began_s, last_s) - began_s) * 1000, 6)
+
+
+def test_gathering_lasts_the_shortest_quantum_when_nothing_comes_or_answers_are_late() -> None:
+    """SIE_ADAPTIVE_MIN_QUANTUM_MS: it ends after so long without a delivery, and is no longer when the median is over its target."""
+    for environ, shortest_ms in (({}, 2), ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "7"}, 7), ({"SIE_ADAPTIVE_MIN_QUANTUM_MS": "0"}, 0)):
+        assert gathered_ms(quantum(1, **environ), every_ms=None) == shortest_ms
+        assert gathered_ms(quantum(400, **environ), every_ms=0.5) == shortest_ms
+        assert gathered_ms(quantum(None, **environ), every_ms=0.5) == shortest_ms
+
+
+def test_gathering_lasts_up_to_the_longest_quantum_while_deliveries_keep_coming() -> None:
+    """SIE_ADAPTIVE_MAX_QUANTUM_MS: while answers are immediate; old answers say nothing."""
+    assert gathered_ms(quantum(0), every_ms=0.5) == 15
+    assert gathered_ms(quantum(0, SIE_ADAPTIVE_MAX_QUANTUM_MS="40"), every_ms=0.5) == 40
+    assert gathered_ms(quantum(0, SIE_ADAPTIVE_MAX_QUANTUM_MS="2"), every_ms=0.5) == 2
+    assert quantum(0).seconds(1 + 2 * WINDOW_S) == 0.002
+
+
+def test_gathering_is_the_longer_the_further_the_median_is_below_its_target() -> None:
+    """SIE_ADAPTIVE_TARGET_P50_MS: half way between the bounds at half the target, the shortest from the target on."""
+    assert gathered_ms(quantum(25), every_ms=0.5) == 8.5
+    assert gathered_ms(quantum(25, SIE_ADAPTIVE_TARGET_P50_MS="25"), every_ms=0.5) == 2
+    assert gathered_ms(quantum(25, SIE_ADAPTIVE_TARGET_P50_MS="100"), every_ms=0.5) == 11.75
+    found = quantum(400)
+    for number in range(WINDOW):
+        found.answered(0.025, 1 + number / WINDOW)
+    assert found.seconds(2) == pytest.approx(0.0085)
 
 
 class BarrierTokenizer:

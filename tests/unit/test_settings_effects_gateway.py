@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
+from msgspec.structs import replace
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Delivery
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.messages import ConfigDelta, Heartbeat
+from sie_contracts.messages import ConfigDelta, Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
-from sie_gateway.auth import Gate
+from sie_gateway.auth import Gate, scope_of
 from sie_gateway.fleet import Fleet
 from sie_sidecar.lease import Leases
 
@@ -88,6 +90,8 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
     """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not; the work is withdrawn from the queue."""
     gateway = await cluster.gateway(SIE_GATEWAY_REQUEST_TIMEOUT="1")
+    idle = Heartbeat("idle", "_default", "other", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
+    await cluster.send(topology.health_subject("idle"), messages.encode(idle))  # a worker that takes nothing
     asked = [({}, "1"), ({"X_SIE_Timeout_Ms": "100"}, "0.1"), ({"X_SIE_Timeout_Ms": "60000"}, "1")]
     answers = await asyncio.gather(*(gateway.encode("nobody answers", **headers) for headers, _ in asked))
     for (_, budget), answer in zip(asked, answers, strict=True):
@@ -95,10 +99,56 @@ async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cl
         assert f"budget of {budget} s" in answer.json()["message"]
     stream = cluster.server.streams[STREAM]
     assert (stream.last_sequence, len(stream.messages)) == (3, 0)
+    await cluster.send(topology.health_subject("idle"), messages.encode(replace(idle, leaving=True)))
     adapter = await cluster.adapter()
     await cluster.sidecar(adapter)
     assert (await gateway.encode("somebody answers")).status_code == 200
     assert len(adapter.batches) == 1
+
+
+@pytest.mark.parametrize(("gateways", "variable", "messages_each"), [
+    (1, {"SIE_KEY_WINDOW_TOKENS": "800"}, 3), (2, {"SIE_KEY_WINDOW_TOKENS": "1600"}, 3), (1, {"SIE_KEY_WINDOW_TOKENS": "3200"}, 12),
+    (1, {}, 20),
+])  # fmt: skip
+async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gateways_share_them(
+    cluster: InProcess, gateways: int, variable: dict[str, str], messages_each: int
+) -> None:
+    """SIE_KEY_WINDOW_TOKENS: requests of 20 messages of 260 tokens, for a worker that takes nothing and knows no bound of its own."""
+    idle = Heartbeat("idle", "_default", "_default", "default", True, "0", models=(ModelStatus("toy/one", "loaded"),))
+    auth = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-a,key-b"}
+    started = [await cluster.gateway(SIE_CHUNK_COST="260", SIE_GATEWAY_REQUEST_TIMEOUT="20", **auth, **variable) for _ in range(gateways)]
+    await cluster.send(topology.health_subject("idle"), messages.encode(idle))
+    for gateway in started:
+        async with asyncio.timeout(10):
+            while await gateway.metric("sie_gateway_gateways") != gateways:  # until it has heard of the other
+                pass
+    asked = [
+        asyncio.create_task(gateway.encode(*["x" * 98] * 200, Authorization=f"Bearer {key}", X_SIE_Priority=priority))
+        for gateway in started for key in ("key-a", "key-b") for priority in ("interactive", "bulk")
+    ]  # fmt: skip
+    stream = cluster.server.streams[STREAM]
+    expected = messages_each * len(asked)
+    await until(lambda: len(stream.messages) >= expected, f"{expected} messages")
+    for gateway in started:
+        assert await gateway.metric("sie_gateway_permits_held", unit="messages") == 4 * messages_each
+    assert len(stream.messages) == expected
+    await cluster.sidecar(SIE_WORKER_ID="idle")
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+
+
+async def test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget(cluster: InProcess) -> None:
+    """SIE_LOAD_HOLD_S: 20 s unless it is set, and never longer than the budget."""
+    default, short = await cluster.gateway(), await cluster.gateway(SIE_LOAD_HOLD_S="0.2")
+    assert default.settings.load_hold_s == 20.0
+    for gateway, headers, least_s, most_s in ((short, {}, 0.2, 5), (default, {"X_SIE_Timeout_Ms": "300"}, 0.3, 5)):
+        started_s = time.monotonic()
+        answer = await gateway.encode("x", **headers)
+        assert (answer.status_code, answer.json()["code"]) == (503, "PROVISIONING")
+        assert least_s <= time.monotonic() - started_s < most_s
+    waiting = asyncio.create_task(default.encode("x"))
+    await until(lambda: cluster.server.streams[STREAM].messages, "held work")
+    await cluster.sidecar()
+    assert (await waiting).status_code == 200
 
 
 async def test_text_over_the_inline_limit_is_refused_with_the_limit(tmp_path: Path) -> None:
@@ -208,7 +258,7 @@ async def test_a_refused_machine_profile_is_a_400_before_anything_is_queued(clus
     refused = await gateway.encode("x", X_SIE_Machine_Profile="h100")
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "gpu_not_configured")
     held = await gateway.encode("x", X_SIE_Machine_Profile="l4")
-    assert held.status_code == 504, "no worker of it is up yet"
+    assert (held.status_code, held.json()["code"]) == (503, "PROVISIONING"), "no worker of it is up yet"
     assert (await gateway.client.get("/health")).json()["configured_gpu_types"] == ["l4"]
 
 
@@ -313,6 +363,15 @@ def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
         Gate(settings_of(SIE_AUTH_MODE="token"))
 
 
+def test_routes_have_the_scopes_of_the_contract() -> None:
+    for route in ("encode", "score", "extract"):
+        assert scope_of("POST", f"/v1/{route}/org/m") == "infer"
+    for path in ("/v1/models", "/v1/scaling/a.b.c", "/v1/pools/assignments", "/health", "/nothing"):
+        assert scope_of("GET", path) == "read"
+    assert scope_of("POST", "/v1/configs/models") == "config"
+    assert scope_of("GET", "/readyz") is None
+
+
 def test_the_auth_token_passes_user_routes_and_no_admin_route() -> None:
     """SIE_AUTH_TOKEN, X14: with or without the word Bearer."""
     gate = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
@@ -350,7 +409,7 @@ async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: I
     assert (refused.status_code, refused.json()["code"]) == (401, "UNAUTHENTICATED")
     assert refused.headers["www-authenticate"] == "Bearer"
     assert "secret" not in refused.text
-    assert (await gateway.encode("x", Authorization="Bearer secret-good")).status_code == 504
+    assert (await gateway.encode("x", Authorization="Bearer secret-good")).json()["code"] == "PROVISIONING"
 
 
 # config deltas

@@ -22,6 +22,7 @@ PACKAGES = {
     "adapter": "adapter/sie_adapter", "contracts": "contracts/sie_contracts", "sdk": "sdk/sie_sdk", "cli": "cli/sie_cli",
 }  # fmt: skip
 
+PLACEMENT = "tests/unit/test_placement_sidecar.py"
 BATCHING, GATEWAY, WORKER = (f"tests/unit/test_settings_effects_{name}.py" for name in ("batching", "gateway", "worker"))
 ADAPTER, CONFIG, BROKER, LOGS = (f"tests/unit/test_settings_effects_{name}.py" for name in ("adapter", "config", "broker", "logs"))
 
@@ -41,11 +42,21 @@ EFFECTS = {
     "SIE_RUST_PIPELINE_DEPTH": f"{WORKER}::test_the_pipeline_depth_is_how_many_batches_are_sent_ahead",
     "SIE_BATCHER_COALESCE_MS": f"{BATCHING}::test_coalescing_joins_what_arrives_within_the_window_in_queue_mode_only",
     "SIE_BATCHER_MAX_BATCH_REQUESTS": f"{BATCHING}::test_batcher_max_requests_bounds_the_items_of_a_batch_in_queue_mode_only",
+    "SIE_ADAPTIVE_MIN_QUANTUM_MS": f"{BATCHING}::test_gathering_lasts_the_shortest_quantum_when_nothing_comes_or_answers_are_late",
+    "SIE_ADAPTIVE_MAX_QUANTUM_MS": f"{BATCHING}::test_gathering_lasts_up_to_the_longest_quantum_while_deliveries_keep_coming",
+    "SIE_ADAPTIVE_TARGET_P50_MS": f"{BATCHING}::test_gathering_is_the_longer_the_further_the_median_is_below_its_target",
     "SIE_CHUNK_COST": f"{GATEWAY}::test_a_request_is_cut_into_messages_of_about_the_chunk_cost_with_equal_results",
+    "SIE_ADOPT_AFTER_MS": f"{PLACEMENT}::test_a_model_gets_one_more_host_when_work_waits_longer_than_allowed",
+    "SIE_GATEWAY_URL": f"{PLACEMENT}::test_only_assigned_pools_are_served_and_the_read_token_is_shown",
+    "SIE_POOL_ADMISSION_ENABLED": f"{PLACEMENT}::test_without_admission_nothing_is_asked",
+    "SIE_KEY_WINDOW_TOKENS": f"{GATEWAY}::test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gateways_share_them",
+    "SIE_LOAD_HOLD_S": f"{GATEWAY}::test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget",
     "SIE_BULK_MAX_OVERTAKES": f"{BATCHING}::test_bulk_work_is_overtaken_at_most_this_often",
     "SIE_NATS_URL": f"{BROKER}::test_all_traffic_goes_over_the_named_broker",
     "SIE_GATEWAY_CONFIGURED_GPUS": f"{GATEWAY}::test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker",
     "SIE_CONFIG_SERVICE_URL": f"{BROKER}::test_without_a_config_service_the_packaged_catalogue_serves_and_nothing_waits",
+    "SIE_PAYLOAD_STORE_URL": "tests/unit/test_payloads.py::test_a_text_that_no_message_holds_goes_through_the_store",
+    "SIE_PAYLOAD_TTL_S": "tests/unit/test_payloads.py::test_an_object_lives_as_long_as_it_should_also_when_it_is_written_again",
     "SIE_INLINE_PAYLOAD_BYTES": f"{GATEWAY}::test_text_over_the_inline_limit_is_refused_with_the_limit",
     "SIE_ADMIN_TOKEN": f"{GATEWAY}::test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_closed",
     "SIE_CONFIG_READ_TOKEN": f"{CONFIG}::test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else",

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from sie_contracts import ipc, messages
+from sie_contracts import ipc
+from sie_contracts.broker import BrokerUnavailable
 from sie_contracts.catalogue import Catalogue, ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import ArraySlice, Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_sidecar.batch import BatchKey, Job, Waiting
 from sie_sidecar.hosting import Hosting
 from sie_sidecar.lease import Leases
-from sie_sidecar.metrics import Metrics
-from sie_sidecar.settlement import Settlement
 
 
 @dataclass
@@ -23,6 +21,9 @@ class Delivered:
     sequence: int
     data: bytes
     delivered: int = 1
+
+    async def in_progress(self) -> None:
+        pass
 
 
 def test_work_of_a_new_stream_is_never_taken_for_work_in_hand() -> None:
@@ -34,6 +35,26 @@ def test_work_of_a_new_stream_is_never_taken_for_work_in_hand() -> None:
     newer = leases.hold(Delivered(5, b"new"))  # type: ignore[arg-type]
     leases.drop(lease)
     assert leases.all() == [newer]
+
+
+async def test_a_renewal_that_the_broker_did_not_hear_renews_nothing() -> None:
+    """A connection that is dead takes what is written to it, for as long as nobody has noticed."""
+    now_s, hears = 0.0, True
+
+    async def heard(timeout_s: float) -> None:
+        if not hears:
+            raise BrokerUnavailable("no echo")
+
+    leases = Leases(10.0, lambda: True, lambda: now_s, heard=heard)
+    lease = leases.hold(Delivered(5, b"work"))  # type: ignore[arg-type]
+    now_s = 7.0
+    await leases.renew_all()
+    now_s = 14.0
+    assert leases.is_mine(lease)
+    hears = False
+    await leases.renew_all()
+    now_s = 15.5
+    assert not leases.is_mine(lease)
 
 
 def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
@@ -50,6 +71,7 @@ class _Refusing:
 
     def __init__(self) -> None:
         self.listeners: list[object] = []
+        self.description: ipc.Description | None = None
         self.loads = 0
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
@@ -70,37 +92,3 @@ async def test_a_remembered_failure_is_told_anew_each_time() -> None:
         depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert link.loads == 1
     assert depths[1:] == [depths[1]] * 4
-
-
-class _Inbox:
-    """A broker that takes small messages, with a gateway that confirms each."""
-
-    max_payload = 1000
-
-    def __init__(self) -> None:
-        self.taken: list[WorkResult] = []
-
-    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        self.taken.append(messages.decode_result(data))
-        return messages.encode(Confirmation("taken"))
-
-
-@dataclass
-class _Acked(Delivered):
-    acks: int = 0
-
-    async def ack(self) -> None:
-        self.acks += 1
-
-
-async def test_a_result_that_no_message_holds_is_told_with_the_limit() -> None:
-    """Not as a failure of ours: the client can ask for less of it."""
-    leases, inbox, delivery = Leases(10.0, lambda: True, lambda: 0.0), _Inbox(), _Acked(1, b"")
-    item = WorkItem("r", 0, "m", "v", "encode", (Input("a"), Input("b")), RunOptions(), "inbox", 1000)
-    vector = Ok({"multivector": ArraySlice("<f4", (125, 2), 0)}, 9)
-    settlement = Settlement(inbox, leases, Metrics(), lambda: 0.0)  # type: ignore[arg-type]
-    await settlement.answer(leases.hold(delivery), item, WorkResult("r", 0, "w", (vector, vector), bytes(2000)), 10.0)  # type: ignore[arg-type]
-    (result,) = inbox.taken
-    assert [outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)] == ["PAYLOAD_TOO_LARGE"] * 2
-    assert all(isinstance(outcome, Failed) and outcome.error.extras == {"limit": 1000} for outcome in result.outcomes)
-    assert delivery.acks == 1

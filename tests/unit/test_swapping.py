@@ -20,6 +20,7 @@ class OneModel:
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
+        self.description: ipc.Description | None = None
         self.loaded = ""
         self.evictions = 0
 
@@ -50,7 +51,7 @@ class Worker:
         """Work items that came together; returns the model that was loaded while they ran, at their start and end."""
         self.hosting.take(hosted, items)
         try:
-            await self.hosting.ensure(hosted, items)
+            await self.hosting.ensure(hosted, lambda: items)
             before = self.link.loaded
             await asyncio.sleep(running_s)  # the forward pass
             assert self.link.loaded == before

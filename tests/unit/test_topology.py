@@ -96,6 +96,53 @@ def test_names_are_short_enough_for_a_folder_at_the_broker(lane: Lane, priority:
     assert len(work_consumer(lane, priority, model, 10).name) <= 180
 
 
+@given(LANES, PRIORITIES, NAMES, LANES, PRIORITIES, NAMES)
+def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
+    lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other: str
+) -> None:
+    """L17: both ways of a model may hold messages at once, so no filter may take what another one takes."""
+    slot, own = topology.slot_consumer(lane, priority, model, 10), work_consumer(other_lane, other_priority, other, 10)
+    assert not overlap(slot.subject, own.subject)
+    assert (slot.stream, slot.name) != (own.stream, own.name)
+    assert slot.name.startswith(lane.consumer_prefix())
+    assert topology.is_slot(slot.name)
+    assert not topology.is_slot(own.name)
+    assert matches(slot.subject, topology.slot_subject(lane, priority, model))
+    assert matches(f"sie.work.{lane.pool}.>", slot.subject)
+    second = topology.slot_consumer(other_lane, other_priority, other, 10)
+    assert (slot.subject == second.subject) == ((slot.stream, slot.name) == (second.stream, second.name)) == overlap(
+        slot.subject, second.subject
+    )
+
+
+@given(LANES, PRIORITIES, st.one_of(NAMES, st.text("ab/é", min_size=60, max_size=300)))
+def test_a_subject_says_which_consumer_serves_it(lane: Lane, priority: str, model: str) -> None:
+    """Long names included, which are cut once in the subject and once more in the name."""
+    head = f"{lane.consumer_prefix()}{priority}__"
+    whole = topology._bounded(token(model), 180 - len(head))
+    assert topology.consumer_of(topology.work_subject(lane, priority, model), 10).name == head + whole
+    slot = topology.consumer_of(topology.slot_subject(lane, priority, model), 10)
+    assert slot == topology.slot_consumer(lane, priority, model, 10)
+    assert slot.name.startswith(f"{head}_s")
+
+
+@pytest.mark.parametrize(
+    "subject", ["sie.work.p.m.b.bulk", "sie.work.p.m.b.bulk.a.b", "sie.work.p.m.b.bulk._s1", "sie.other.p.m.b.bulk.a", "a"]
+)
+def test_a_subject_of_another_form_has_no_consumer(subject: str) -> None:
+    with pytest.raises(ValueError, match="no subject of work"):
+        topology.consumer_of(subject, 10)
+
+
+def test_slots_are_filled_evenly() -> None:
+    lane = Lane("_default", "l4", "default")
+    slots = [topology.slot_subject(lane, "bulk", f"org/model-{number}").split(".")[6] for number in range(3200)]
+    counts = [slots.count(slot) for slot in set(slots)]
+    assert len(counts) == topology.SLOTS
+    assert min(counts) > 140
+    assert max(counts) < 260
+
+
 @pytest.mark.parametrize("size", [33, 48, 49, 100, 180, 255])
 def test_long_names_are_cut_and_stay_different(size: int) -> None:
     """They end in a digest of the whole."""

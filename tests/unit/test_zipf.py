@@ -46,6 +46,7 @@ class SlowLink:
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
+        self.description: ipc.Description | None = None
         self.world = World(sizes={f"toy/{number}": 170 for number in range(MODELS)}, known=True)
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:

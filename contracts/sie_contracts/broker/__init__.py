@@ -80,6 +80,29 @@ class StreamState:
 
 
 @dataclass(frozen=True)
+class ConsumerState:
+    """A durable consumer as it is. `delivered` counts deliveries since it was made; `waiting` messages are neither leased nor gone."""
+
+    name: str
+    subject: str
+    ack_wait_s: float
+    version: int
+    delivered: int
+    waiting: int
+    leased: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A message as a stream holds it. `sent_s` is the broker's wall clock when it was stored."""
+
+    sequence: int
+    subject: str
+    data: bytes
+    sent_s: float
+
+
+@dataclass(frozen=True)
 class Entry:
     """A key's value at a revision. Revisions grow over the whole bucket. `value` is None for a removed key (only in watches)."""
 
@@ -105,8 +128,12 @@ class Write:
 
 
 class Delivery(Protocol):
-    """A leased message. `sent_s` is the broker's wall clock when it was first stored; `pending` what its consumer still holds back."""
+    """A leased message. `sent_s` is the broker's wall clock when it was first stored; `pending` what its consumer still holds back.
 
+    `reply` names this delivery to `Broker.release`, also over a restart of this process.
+    """
+
+    reply: str
     data: bytes
     subject: str
     consumer: str
@@ -191,16 +218,29 @@ class Broker(Protocol):
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         """At most once, to whoever listens now."""
 
-    async def subscribe(self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "") -> Subscription:
-        """Messages of one subscription are handled one after the other. An exception in `handler` is logged and the next one follows."""
+    async def subscribe(
+        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "", *, held_messages: int | None = None,
+        held_bytes: int | None = None, on_dropped: Callable[[str], None] | None = None,
+    ) -> Subscription:
+        """Messages of one subscription are handled one after the other. An exception in `handler` is logged and the next one follows.
+
+        What arrives while so many messages, or bytes, wait for `handler` is dropped; `on_dropped` is called with its subject.
+        None: a limit that only a handler that stands still for long can reach.
+        """  # fmt: skip
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         """The first answer. Raises NoResponder at once, BrokerUnavailable at the time-out."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """As owner: create, or update from an older topology version. Otherwise compare only. Raises TopologyMismatch."""
+        """As owner: create, or update from an older topology version. Otherwise compare only. Raises TopologyMismatch.
+
+        An update that would cost messages, because a subject holds nearly as many as it may from now on, is refused until they are done.
+        """
 
     async def stream_state(self, stream: str) -> StreamState: ...
+
+    async def server_time(self, stream: str) -> float:
+        """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, at some moment of this call."""
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         """Messages per subject, waiting and leased, with or without consumers."""
@@ -214,6 +254,9 @@ class Broker(Protocol):
     async def consumers(self, stream: str) -> list[str]:
         """Names of all durable consumers."""
 
+    async def consumer_states(self, stream: str) -> list[ConsumerState]:
+        """All durable consumers. One moment each, not one for all of them."""
+
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. A hint: messages may be lost."""
 
@@ -223,7 +266,19 @@ class Broker(Protocol):
     async def delete(self, stream: str, sequence: int) -> bool:
         """Remove a message, waiting or leased. False if it is gone already."""
 
+    async def release(self, reply: str) -> None:
+        """Have a delivery come again at once, as its `nak` would; void if it is settled. Raises ValueError for what names no delivery.
+
+        For what an earlier process of the same holder left leased. Of a lease that has gone to somebody else it makes a second one.
+        """
+
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+        """The first message at `sequence` or above that falls under `subject`, waiting or leased; None if there is none."""
+
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
 
-    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1) -> KeyValue:
-        """Open a bucket, creating it if it is not there."""
+    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0) -> KeyValue:
+        """Open a bucket, creating it if it is not there.
+
+        In a new one keys are gone `max_age_s` after their last write (0: never), without a word to watches.
+        """

@@ -3,6 +3,7 @@
     --failpoints sidecar.before_ack=crash,gateway.published=error:2     die there; fail there twice, then pass
 
 crash: end at once with status 70, nothing is flushed. stop: SIGSTOP to the process itself. error: raise FailpointError.
+Every place is listed in tests/armed.py, with what reaches it, and armed once by tests/system/test_failpoints.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 
 EXIT_BAD_SETTING = 2
+GC_THRESHOLDS = (20_000, 20, 20)
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 
 
@@ -55,9 +57,12 @@ class Stop:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._wakers: set[asyncio.Event] = set()
 
     def request(self) -> None:
         self._event.set()
+        for waker in self._wakers:
+            waker.set()
 
     @property
     def requested(self) -> bool:
@@ -69,13 +74,34 @@ class Stop:
     async def wait_for(self, seconds: float) -> bool:
         """Wait at most `seconds`; true if the end was requested meanwhile. The pause of every periodic task."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        return self._event.is_set()
+
+    async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
+        """As `wait_for`, until `waker` is set at most; it is cleared then. One task at a time for each."""
+        self._wakers.add(waker)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if self.requested else seconds):
+                    await waker.wait()
+        finally:
+            self._wakers.discard(waker)
+        waker.clear()
         return self._event.is_set()
 
 
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
-    """Run `main` on uvloop until it returns its exit status."""
+    """Run `main` on uvloop until it returns its exit status.
+
+    What was imported is never collected: with the collector's own thresholds looking at it again and again is a fifth of the processor
+    time of a gateway (bench/results/queue.md).
+    """
     import uvloop
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
     async def guarded() -> int:
         stop = Stop()

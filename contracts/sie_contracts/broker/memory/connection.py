@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sie_contracts.broker import (
     BrokerError,
     BrokerUnavailable,
+    ConsumerState,
     CoreMessage,
     Delivery,
     KeyValue,
@@ -19,13 +20,14 @@ from sie_contracts.broker import (
     PayloadTooBig,
     Published,
     Pulls,
+    Stored,
     StreamState,
     Subscription,
     TopologyMismatch,
 )
-from sie_contracts.broker.limits import API_TIMEOUT_S, HELD_MESSAGES, STOP_TIMEOUT_S
+from sie_contracts.broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S, check_room
 from sie_contracts.broker.memory.keyvalue import Bucket, MemoryKeyValue
-from sie_contracts.broker.memory.pulls import MemoryPulls
+from sie_contracts.broker.memory.pulls import MemoryPulls, parse_reply
 from sie_contracts.broker.memory.stream import matches, normal
 from sie_contracts.broker.tasks import OwnedTasks, expire, guarded
 from sie_contracts.topology import ConsumerSpec, StreamSpec
@@ -167,9 +169,13 @@ class MemoryBroker:
         self._check(subject, data)
         self._server.route(CoreMessage(subject, data, reply))
 
-    async def subscribe(self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "") -> Subscription:
+    async def subscribe(
+        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "", *, held_messages: int | None = None,
+        held_bytes: int | None = None, on_dropped: Callable[[str], None] | None = None,
+    ) -> Subscription:  # fmt: skip
         await self.reach(API_TIMEOUT_S)
-        listener = Listener(self, self._server, subject, handler, queue, self._listeners)
+        limits = held_messages or HELD_MESSAGES, held_bytes or HELD_BYTES
+        listener = Listener(self, self._server, subject, handler, queue, self._listeners, limits, on_dropped)
         self._server.listen(listener)
         self._listeners.add(listener)
         return listener
@@ -213,6 +219,7 @@ class MemoryBroker:
         found = stream.spec
         field = next((field for field in _STREAM_FIELDS if normal(found, field) != normal(spec, field)), None)
         if owner and found.version < spec.version and (field is None or spec.storage == found.storage):
+            check_room(spec, found.max_per_subject, stream.counts)
             self._server.change_stream(stream, spec)
         elif field is not None:
             raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
@@ -221,6 +228,11 @@ class MemoryBroker:
     async def stream_state(self, stream: str) -> StreamState:
         await self.reach(API_TIMEOUT_S)
         return self._server.stream(stream).state()
+
+    async def server_time(self, stream: str) -> float:
+        await self.reach(API_TIMEOUT_S)
+        self._server.stream(stream)
+        return self._server.wall_clock()
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         await self.reach(API_TIMEOUT_S)
@@ -257,6 +269,10 @@ class MemoryBroker:
         await self.reach(API_TIMEOUT_S)
         return list(self._server.stream(stream).consumers)
 
+    async def consumer_states(self, stream: str) -> list[ConsumerState]:
+        await self.reach(API_TIMEOUT_S)
+        return [consumer.state() for consumer in self._server.stream(stream).consumers.values()]
+
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         async def advised(message: CoreMessage) -> None:
             action, _, name = message.subject.split(".", 6)[4:]
@@ -278,6 +294,25 @@ class MemoryBroker:
         await self.reach(API_TIMEOUT_S)
         return self._server.stream(stream).remove(sequence)
 
+    async def release(self, reply: str) -> None:
+        stream, consumer, sequence = parse_reply(reply)
+        self.require()
+        held = self._server.streams[stream].consumers.get(consumer) if stream in self._server.streams else None
+        if held is not None and sequence in held.delivered:
+            held.postpone(sequence, 0.0)
+
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+        await self.reach(API_TIMEOUT_S)
+        messages = self._server.stream(stream).messages.values()
+        return next(
+            (
+                Stored(each.sequence, each.subject, each.data, each.sent_s)
+                for each in messages
+                if each.sequence >= sequence and matches(subject, each.subject)
+            ),
+            None,
+        )
+
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
         pulls = MemoryPulls(self, self._server, stream, handler)
         self._pulls.add(pulls)
@@ -287,11 +322,11 @@ class MemoryBroker:
     def forget(self, pulls: MemoryPulls) -> None:
         self._pulls.discard(pulls)
 
-    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0) -> KeyValue:
         await self.reach(API_TIMEOUT_S)
         held = self._server.buckets.get(bucket)
         if held is None:
-            held = self._server.buckets[bucket] = Bucket(self._server.stamp())
+            held = self._server.buckets[bucket] = Bucket(self._server.stamp(), self._server.clock, max_age_s)
         return MemoryKeyValue(self, held, self._watches)
 
 
@@ -306,6 +341,8 @@ class Listener:
         handler: Callable[[CoreMessage], Awaitable[None]],
         queue: str,
         listeners: set[Listener],
+        limits: tuple[int, int],
+        on_dropped: Callable[[str], None] | None,
     ) -> None:
         self.broker = broker
         self.subject = subject
@@ -313,23 +350,31 @@ class Listener:
         self._server = server
         self._handler = handler
         self._listeners = listeners
+        self._most_messages, self._most_bytes = limits
+        self._on_dropped = on_dropped
         self._held: deque[CoreMessage] = deque()
+        self._held_bytes = 0
         self._dropped = 0
         self._task: asyncio.Task[None] | None = None
 
     def put(self, message: CoreMessage) -> None:
-        if len(self._held) >= HELD_MESSAGES:
+        if len(self._held) >= self._most_messages or self._held_bytes + len(message.data) > self._most_bytes:
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 log.error("%s: %d messages dropped: the handler is too slow", self.subject, self._dropped)
+            if self._on_dropped is not None:
+                self._on_dropped(message.subject)
             return
         self._held.append(message)
+        self._held_bytes += len(message.data)
         if self._task is None:
             self._task = self.broker.own(self._handle(), f"handler of {self.subject}")
 
     async def _handle(self) -> None:
         while self._held:
-            await guarded(f"the handler of {self.subject}", self._handler(self._held.popleft()))
+            message = self._held.popleft()
+            self._held_bytes -= len(message.data)
+            await guarded(f"the handler of {self.subject}", self._handler(message))
         self._task = None
 
     async def stop(self) -> None:

@@ -18,15 +18,28 @@ _HELD_ENTRIES = 4096
 
 
 class Bucket:
-    """The last entry of each key, in order of revision. A removed key stays as an entry without a value."""
+    """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
 
-    def __init__(self, created: str) -> None:
+    With a `max_age_s`, `age` forgets what is older; whoever looks calls it first.
+    """
+
+    def __init__(self, created: str, clock: Callable[[], float], max_age_s: float) -> None:
         self.created = created
         self.revision = 0
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.watches: set[Watch] = set()
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._written_s: OrderedDict[str, float] = OrderedDict()
+
+    def age(self) -> None:
+        horizon_s = self._clock() - self._max_age_s
+        while self._written_s and next(iter(self._written_s.values())) <= horizon_s:
+            key, _ = self._written_s.popitem(last=False)
+            del self.entries[key]
 
     def since(self, revision: int) -> list[Entry]:
+        self.age()
         newest_first = []
         for entry in reversed(self.entries.values()):
             if entry.revision <= revision:
@@ -35,6 +48,7 @@ class Bucket:
         return newest_first[::-1]
 
     def write(self, writes: list[Write]) -> int:
+        self.age()
         for write in writes:
             last = self.entries.get(write.key)
             found = last.revision if last is not None else 0
@@ -45,6 +59,9 @@ class Bucket:
             self.revision += 1
             entry = self.entries[write.key] = Entry(write.key, write.value, self.revision)
             self.entries.move_to_end(write.key)
+            if self._max_age_s:
+                self._written_s[write.key] = self._clock()
+                self._written_s.move_to_end(write.key)
             for watch in self.watches:
                 watch.written(entry)
         return self.revision
@@ -58,11 +75,13 @@ class MemoryKeyValue:
 
     async def get(self, key: str) -> Entry | None:
         await self._broker.reach(API_TIMEOUT_S)
+        self._bucket.age()
         entry = self._bucket.entries.get(key)
         return entry if entry is not None and entry.value is not None else None
 
     async def entries(self) -> list[Entry]:
         await self._broker.reach(API_TIMEOUT_S)
+        self._bucket.age()
         return sorted((entry for entry in self._bucket.entries.values() if entry.value is not None), key=lambda entry: entry.key)
 
     async def write(self, writes: list[Write]) -> int:

@@ -19,7 +19,7 @@ log = logging.getLogger("sie.broker")
 class MemoryDelivery:
     """A leased message. Whoever settles it, also after its lease went to somebody else, settles it for good."""
 
-    __slots__ = ("_broker", "_consumer", "consumer", "data", "delivered", "pending", "sent_s", "sequence", "subject")
+    __slots__ = ("_broker", "_consumer", "consumer", "data", "delivered", "pending", "reply", "sent_s", "sequence", "subject")
 
     def __init__(self, broker: MemoryBroker, consumer: Consumer, message: Message) -> None:
         self._broker = broker
@@ -31,6 +31,7 @@ class MemoryDelivery:
         self.delivered = consumer.delivered[message.sequence]
         self.sent_s = message.sent_s
         self.pending = len(consumer.waiting)
+        self.reply = f"$JS.ACK.{consumer.spec.stream}.{self.consumer}.{self.delivered}.{self.sequence}"
 
     async def ack(self) -> None:
         self._broker.acknowledge(self)
@@ -61,6 +62,14 @@ class MemoryDelivery:
         consumer = self._consumer
         known = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if known and self.sequence in consumer.delivered else None
+
+
+def parse_reply(reply: str) -> tuple[str, str, int]:
+    """The stream, the consumer and the sequence that a delivery's `reply` names. Raises ValueError."""
+    tokens = reply.split(".")
+    if len(tokens) != 6 or tokens[:2] != ["$JS", "ACK"]:
+        raise ValueError(f"{reply[:70]!r} names no delivery")
+    return tokens[2], tokens[3], int(tokens[5])
 
 
 class Credit:

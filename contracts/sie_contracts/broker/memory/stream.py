@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sie_contracts.broker import BrokerError, Published, StreamFull, StreamState
+from sie_contracts.broker import BrokerError, ConsumerState, Published, StreamFull, StreamState
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 
 if TYPE_CHECKING:
@@ -97,7 +97,12 @@ class Consumer:
         self.again_order: list[tuple[float, int]] = []
         self.delivered: dict[int, int] = {}
         self.credits: deque[Credit] = deque()
+        self._deliveries = 0
         self._expiry_armed = False
+
+    def state(self) -> ConsumerState:
+        spec, waiting = self.spec, len(self.waiting) + len(self.again)
+        return ConsumerState(spec.name, spec.subject, spec.ack_wait_s, spec.version, self._deliveries, waiting, len(self.leases))
 
     def drop(self, sequence: int) -> None:
         """The message has left the stream."""
@@ -128,6 +133,7 @@ class Consumer:
             return None
         self.leases[sequence] = now_s + self.spec.ack_wait_s
         self.delivered[sequence] = self.delivered.get(sequence, 0) + 1
+        self._deliveries += 1
         self._arm_expiry()
         return self.stream.messages[sequence]
 
@@ -181,6 +187,8 @@ class Stream:
         if 0 < spec.max_per_subject <= count:
             raise StreamFull(f"{subject}: maximum messages per subject exceeded")
         size = len(subject) + len(data) + len(message_id) + _MESSAGE_OVERHEAD_BYTES
+        while spec.retention == "limits" and self.messages and 0 < spec.max_bytes < self.bytes + size:
+            self.remove(next(iter(self.messages)))
         if 0 < spec.max_bytes < self.bytes + size:
             raise StreamFull(f"{subject}: maximum bytes exceeded")
         self.last_sequence += 1

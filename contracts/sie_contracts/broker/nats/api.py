@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
-from sie_contracts.broker import BrokerError, BrokerUnavailable, StreamFull, StreamState, TopologyMismatch, WrongRevision
+from sie_contracts.broker import BrokerError, BrokerUnavailable, ConsumerState, StreamFull, StreamState, TopologyMismatch, WrongRevision
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 
 # Top-ups are pulls of their own: a few dozen per busy worker and consumer. The broker's default of 512 refuses the rest of a large pool.
@@ -25,6 +26,7 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
+_NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is given up
 NEVER_UPDATED = {"filter_subject", "ack_policy"}  # a changed filter may overlap, which some server versions accept on update
 
 
@@ -57,11 +59,29 @@ class StreamInfo(msgspec.Struct):
     config: dict[str, Any]
     state: State
     total: int = 0
+    ts: datetime | None = None  # of the answer, by the clock of the stream's leader
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    consumer_seq: int = 0
 
 
 class ConsumerInfo(msgspec.Struct):
     config: dict[str, Any]
     num_pending: int = 0
+    num_ack_pending: int = 0
+    name: str = ""
+    delivered: Delivered = Delivered()
+
+
+class Streams(msgspec.Struct):
+    total: int
+    streams: list[StreamInfo] | None = None
+
+
+class Consumers(msgspec.Struct):
+    total: int
+    consumers: list[ConsumerInfo] | None = None
 
 
 class Names(msgspec.Struct):
@@ -69,14 +89,16 @@ class Names(msgspec.Struct):
     consumers: list[str] | None = None
 
 
-class Stored(msgspec.Struct):
+class StoredMessage(msgspec.Struct):
     seq: int
+    time: datetime
+    subject: str = ""
     data: bytes = b""
     hdrs: bytes = b""
 
 
 class StoredAnswer(msgspec.Struct):
-    message: Stored
+    message: StoredMessage
 
 
 _decode_ack = msgspec.json.Decoder(Ack).decode
@@ -127,8 +149,8 @@ def stream_config(spec: StreamSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "subjects": list(spec.subjects),
-        "retention": "workqueue",
-        "discard": "new",
+        "retention": spec.retention,
+        "discard": "new" if spec.retention == "workqueue" else "old",
         "max_msgs_per_subject": spec.max_per_subject if spec.max_per_subject > 0 else -1,
         "discard_new_per_subject": spec.max_per_subject > 0,
         "max_bytes": spec.max_bytes if spec.max_bytes > 0 else -1,
@@ -151,8 +173,19 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
+        # What it keeps are leases. In files each busy consumer writes them ten times a second, which costs the broker 10 times the CPU of
+        # the work itself at 200 consumers (bench/broker.py); without, a broker that dies delivers again what was leased.
+        "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
+
+
+def update_of(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """What to send to change a stream or consumer that is there: its other settings, and metadata of others, stay."""
+    config = {**found, **wanted, "metadata": {**(found.get("metadata") or {}), **wanted["metadata"]}}
+    if "mem_storage" in wanted:
+        config["mem_storage"] = found.get("mem_storage", False)  # the broker refuses to change it
+    return config
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
@@ -170,12 +203,14 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
     }
 
 
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """The settings of `wanted` that the broker holds otherwise. The broker leaves out what is zero."""
+    return [name for name, value in wanted.items() if name not in _NEVER_COMPARED and found.get(name, type(value)()) != value]
+
+
 def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """The first setting of `wanted` that the broker holds otherwise. The broker leaves out what is zero."""
-    for field, value in wanted.items():
-        if field != "metadata" and found.get(field, type(value)()) != value:
-            return field
-    return None
+    """The first of `differences`."""
+    return next(iter(differences(found, wanted)), None)
 
 
 def version_of(config: dict[str, Any]) -> int:
@@ -191,3 +226,11 @@ def mismatch(name: str, field: str, found: dict[str, Any], wanted: dict[str, Any
 def state_of(info: StreamInfo) -> StreamState:
     state = info.state
     return StreamState(info.created, state.messages, state.bytes, state.first_seq, state.last_seq)
+
+
+def consumer_state_of(info: ConsumerInfo) -> ConsumerState:
+    config = info.config
+    return ConsumerState(
+        info.name, config.get("filter_subject", ""), config.get("ack_wait", 0) / 1e9, version_of(config), info.delivered.consumer_seq,
+        info.num_pending, info.num_ack_pending,
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from sie_contracts.broker import (
     Broker,
     BrokerError,
     BrokerUnavailable,
+    ConsumerState,
     CoreMessage,
     Delivery,
     KeyValue,
@@ -23,10 +24,11 @@ from sie_contracts.broker import (
     PayloadTooBig,
     Published,
     Pulls,
+    Stored,
     StreamState,
     Subscription,
 )
-from sie_contracts.broker.limits import API_TIMEOUT_S, HELD_MESSAGES, STOP_TIMEOUT_S
+from sie_contracts.broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S, check_room
 from sie_contracts.broker.nats.api import (
     CONSUMER_EXISTS,
     NEVER_UPDATED,
@@ -36,11 +38,15 @@ from sie_contracts.broker.nats.api import (
     STREAM_EXISTS,
     Answer,
     ConsumerInfo,
+    Consumers,
     Names,
     Refusal,
+    StoredAnswer,
     StreamInfo,
+    Streams,
     bucket_config,
     consumer_config,
+    consumer_state_of,
     difference,
     error_of,
     is_no_responder,
@@ -49,10 +55,11 @@ from sie_contracts.broker.nats.api import (
     publish_ack,
     state_of,
     stream_config,
+    update_of,
     version_of,
 )
 from sie_contracts.broker.nats.keyvalue import NatsKeyValue
-from sie_contracts.broker.nats.pulls import NatsDelivery, NatsPulls
+from sie_contracts.broker.nats.pulls import NatsDelivery, NatsPulls, parse_reply
 from sie_contracts.broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transport, split
 from sie_contracts.broker.tasks import OwnedTasks, expire, guarded
 from sie_contracts.topology import DUPLICATE_WINDOW_S, ConsumerSpec, StreamSpec
@@ -64,8 +71,6 @@ _CLOSE_TIMEOUT_S = 2.0
 
 # A buffer above any burst between two turns of the loop; beyond it a publisher waits for the socket.
 _SEND_BUFFER_BYTES = 64 << 20
-# Subscriptions of handlers that may be slow, in bytes. The inboxes have no limit: they hold what was asked for and nothing else.
-_HELD_BYTES = 512 << 20
 
 
 async def connect(url: str, *, name: str, timeout_s: float = 10.0) -> Broker:
@@ -94,6 +99,7 @@ class NatsBroker:
         self._reconnected = asyncio.Event()
         self._failed_attempts = 0
         self._dropped = 0
+        self._droppers: dict[Any, Callable[[str], None]] = {}  # by subscription of the client
         self._inbox = ""
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._token = 0
@@ -203,6 +209,9 @@ class NatsBroker:
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 log.error("%s: %d messages dropped, the last on %s: its handler is too slow", self.name, self._dropped, error.subject)
+            dropper = self._droppers.get(error.sub)
+            if dropper is not None:
+                dropper(error.subject)
             return
         if self.live:
             log.warning("%s: %r", self.name, error)
@@ -292,7 +301,10 @@ class NatsBroker:
         except NatsError as error:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
-    async def subscribe(self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "") -> Subscription:
+    async def subscribe(
+        self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], queue: str = "", *, held_messages: int | None = None,
+        held_bytes: int | None = None, on_dropped: Callable[[str], None] | None = None,
+    ) -> Subscription:  # fmt: skip
         what = f"{self.name}: the handler of {subject}"
 
         async def arrived(message: Any) -> None:
@@ -301,12 +313,14 @@ class NatsBroker:
         await self.reach(API_TIMEOUT_S)
         try:
             subscription = await self._client.subscribe(
-                subject, queue, cb=arrived, pending_msgs_limit=HELD_MESSAGES, pending_bytes_limit=_HELD_BYTES
+                subject, queue, cb=arrived, pending_msgs_limit=held_messages or HELD_MESSAGES, pending_bytes_limit=held_bytes or HELD_BYTES
             )
         except BadSubjectError:
             raise ValueError(f"{subject!r} is not a subject") from None
         except NatsError as error:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
+        if on_dropped is not None:
+            self._droppers[subscription] = on_dropped
         try:
             await self.flush()
         except BrokerError:
@@ -356,6 +370,7 @@ class NatsBroker:
     async def drain(self, subscription: Any) -> None:
         """End a subscription. What the broker sent before it heard of this is handled first, for at most STOP_TIMEOUT_S."""
         # The task is left alone at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
+        self._droppers.pop(subscription, None)
         task = self.own(self._drained(subscription), "drain")
         await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
         if not task.done():
@@ -408,6 +423,8 @@ class NatsBroker:
             raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
         field = difference(info.config, wanted)
         if owner and version_of(info.config) < spec.version:
+            if spec.max_per_subject > 0:
+                check_room(spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">"))
             return state_of(await self._update_stream(spec.name, info.config, wanted, field))
         if field is not None:
             raise mismatch(spec.name, field, info.config, wanted)
@@ -419,9 +436,8 @@ class NatsBroker:
         return info or await self._stream(name)
 
     async def _update_stream(self, name: str, found: dict[str, Any], wanted: dict[str, Any], field: str | None) -> StreamInfo:
-        metadata = {**(found.get("metadata") or {}), **wanted["metadata"]}
         try:
-            return await self.api(f"STREAM.UPDATE.{name}", {**found, **wanted, "metadata": metadata}, StreamInfo)
+            return await self.api(f"STREAM.UPDATE.{name}", update_of(found, wanted), StreamInfo)
         except Refusal as refusal:
             if field is None:
                 raise
@@ -432,6 +448,12 @@ class NatsBroker:
         if info is None:
             raise BrokerError(f"there is no stream {stream}")
         return state_of(info)
+
+    async def server_time(self, stream: str) -> float:
+        info = await self.api(f"STREAM.INFO.{stream}", {}, StreamInfo)
+        if info.ts is None:
+            raise BrokerError(f"{stream}: this broker does not tell its time")
+        return info.ts.timestamp()
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -451,7 +473,7 @@ class NatsBroker:
         field = difference(found, wanted)
         if version_of(found) < spec.version and field not in NEVER_UPDATED:
             try:
-                await self.api(verb, {**create, "action": "update"}, ConsumerInfo)
+                await self.api(verb, {**create, "action": "update", "config": update_of(found, wanted)}, ConsumerInfo)
             except Refusal as refusal:
                 if field is None:
                     raise
@@ -469,6 +491,25 @@ class NatsBroker:
             names += page.consumers or []
             if not page.consumers or len(names) >= page.total:
                 return names
+
+    async def consumer_states(self, stream: str) -> list[ConsumerState]:
+        return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
+
+    async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
+        found: list[ConsumerInfo] = []
+        while True:
+            page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(found)}, Consumers)
+            found += page.consumers or ()
+            if not page.consumers or len(found) >= page.total:
+                return found
+
+    async def stream_infos(self) -> list[StreamInfo]:
+        found: list[StreamInfo] = []
+        while True:
+            page = await self.api("STREAM.LIST", {"offset": len(found)}, Streams)
+            found += page.streams or ()
+            if not page.streams or len(found) >= page.total:
+                return found
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         prefix = "$JS.EVENT.ADVISORY.CONSUMER"
@@ -488,6 +529,18 @@ class NatsBroker:
     async def delete(self, stream: str, sequence: int) -> bool:
         return await self.find(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True}, Answer, *NO_MESSAGE) is not None
 
+    async def release(self, reply: str) -> None:
+        parse_reply(reply)
+        await self.post(reply, b"-NAK")
+
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+        query = {"seq": max(1, sequence), "next_by_subj": subject}
+        answer = await self.find(f"STREAM.MSG.GET.{stream}", query, StoredAnswer, *NO_MESSAGE)
+        if answer is None:
+            return None
+        found = answer.message
+        return Stored(found.seq, found.subject, found.data, found.time.timestamp())
+
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
         return self.open_pulls(stream, handler)
 
@@ -499,10 +552,13 @@ class NatsBroker:
     def forget(self, pulls: NatsPulls) -> None:
         self._pulls.discard(pulls)
 
-    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0) -> KeyValue:
         name = f"KV_{bucket}"
         wanted = bucket_config(name, bucket)
-        chosen = {"storage": storage, "num_replicas": replicas, "duplicate_window": nanoseconds(DUPLICATE_WINDOW_S)}
+        window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
+        chosen = {
+            "storage": storage, "num_replicas": replicas, "duplicate_window": nanoseconds(window_s), "max_age": nanoseconds(max_age_s),
+        }  # fmt: skip
         info = await self._made(name, {**wanted, **chosen})
         if info is None:
             raise BrokerUnavailable(f"{name} was removed while it was opened")

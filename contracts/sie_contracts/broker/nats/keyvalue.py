@@ -23,6 +23,7 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256
 _WATCH_KEPT_S = 30.0
+_WATCH_CHECK_S = 2.0  # silence after which a watch makes sure that it missed nothing, by one request
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
@@ -170,6 +171,7 @@ class _Watch:
         self._created = ""
         self._reader = ""
         self._read = 0
+        self._checked = (0, 0)
         self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT
         self._retry_s = 0.0
         self._stopping = False
@@ -178,11 +180,13 @@ class _Watch:
         self._task = broker.own(self._run(), f"watch of {stream}")
 
     async def open(self) -> None:
-        created = (await self._broker.stream_state(self._stream)).created
-        if self._created and self._created != created:
+        state = await self._broker.stream_state(self._stream)
+        if self._created and self._created != state.created:
             self._last = 0  # the bucket was lost and made anew: all of it is news
-        self._reader, _ = await self._bucket.open_reader(self._last + 1)
-        self._created = created
+        self._reader, pending = await self._bucket.open_reader(self._last + 1)
+        if not pending:
+            self._last = max(self._last, state.last_sequence)  # what is not there any more, of old age, is not missing
+        self._created = state.created
         self._read = 0
         self._retry_s = 0.0
         self._pulls.want(self._reader, _WATCH_CREDIT)
@@ -214,8 +218,7 @@ class _Watch:
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            silent = not await self._woken()
             while self._held:
                 entry = self._bucket.entry(self._held.popleft())
                 self._last = entry.revision
@@ -226,6 +229,32 @@ class _Watch:
                 return
             if self._created and not self._reader:
                 await self._reopen()
+            elif silent and self._reader:
+                await self._check()
+
+    async def _woken(self) -> bool:
+        """Until something is to be done; false after a long silence."""
+        try:
+            async with asyncio.timeout(_WATCH_CHECK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        self._wake.clear()
+        return True
+
+    async def _check(self) -> None:
+        """The net under a reader that lives and brings nothing: a broker that was killed may hold pulls that it never fills."""
+        try:
+            state = await self._broker.stream_state(self._stream)
+        except BrokerError as error:
+            log.info("a watch of %s could not be checked: %s", self._stream, error)
+            return
+        if state.created == self._created and state.last_sequence <= self._last:
+            return
+        if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
+            log.warning("a watch of %s missed what came after revision %d: reading again", self._stream, self._last)
+            await self._pulls.retire()  # its inbox may be what is deaf
+        self._checked = (self._last, state.last_sequence)  # behind for a moment is no fault: only the same twice is
 
     async def _reopen(self) -> None:
         try:

@@ -1,0 +1,225 @@
+"""Who waits for whom: interactive against bulk, and one key against another, on the fixed-cost adapter and on MiniLM.
+
+For each device, in this order:
+
+1. unloaded      one interactive client alone: p99
+2. bulk alone    30 bulk clients: texts/s
+3. p99           an interactive client beside the 30 bulk clients, a request each --pause-ms: p99 of at least --samples
+4. one a second  the same with one interactive request a second: bulk keeps 80 % of its rate alone
+5. saturated     interactive clients that fill the device alone: bulk keeps 20 % of its rate alone
+6. two keys      one key has a backlog of --backlog texts, the other one client, both interactive: p99 of the other
+
+The bound of 3 and 6 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch. That time is what the
+bulk answers of step 2 say of their forward passes (p99).
+
+    python bench/fairness.py [--device fixed,minilm] [--code CHECKOUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from client import Answer, Clients, connect, percentile, request
+from cluster import MODEL as MINILM
+from stack import Device, Plan, Stack
+
+TOY = "toy/one"
+QUERY = "What is deep learning?"
+WORDS = ("search", "index", "query", "vector", "model", "river", "mountain", "engine", "paper", "market", "garden", "music", "history")
+BULK_CLIENTS = 30
+DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
+KEYS = ("first-key", "second-key")
+REQUEST_TEXTS = 2048
+
+
+@dataclass(frozen=True)
+class Load:
+    """What runs on a device: texts of a bulk request, words of each, and the clients that saturate it with single queries."""
+
+    model: str
+    device: Device | None
+    texts: int
+    words: int
+    saturating: int
+    environ: dict[str, str]
+
+
+def loads(options: argparse.Namespace) -> dict[str, Load]:
+    clock = Device(batch_ms=4, token_us=20)
+    fixed = Load(TOY, clock, texts=32, words=12, saturating=128, environ={"SIE_MAX_BATCH_COST": "4096"})
+    return {"fixed": fixed, "minilm": Load(MINILM, None, texts=16, words=60, saturating=64, environ={})}
+
+
+class Bench:
+    def __init__(self, stack: Stack, load: Load, options: argparse.Namespace, say: Callable[[str], None]) -> None:
+        self.load = load
+        self.options = options
+        self.say = say
+        pieces = urlsplit(stack.urls[0])
+        self.host, self.port = str(pieces.hostname), int(pieces.port or 0)
+        self._rng = np.random.default_rng(7)
+
+    def _request(self, texts: Sequence[str], *, priority: str = "interactive", key: str = KEYS[0], budget_ms: int = 120_000) -> bytes:
+        body = msgspec.msgpack.encode({"items": list(texts)})
+        headers = {"authorization": f"Bearer {key}", "x_sie_priority": priority, "x_sie_timeout_ms": str(budget_ms)}
+        return request(f"/v1/encode/{self.load.model}", body, **headers)
+
+    def _bulk_requests(self) -> Iterator[bytes]:
+        def text() -> str:
+            return " ".join(self._rng.choice(WORDS, self.load.words))
+
+        return itertools.cycle([self._request([text() for _ in range(self.load.texts)], priority="bulk") for _ in range(32)])
+
+    def _queries(self, **options: object) -> Iterator[bytes]:
+        return itertools.repeat(self._request([QUERY], **options))  # type: ignore[arg-type]
+
+    def clients(self, requests: Iterator[bytes], count: int, pause_s: float = 0.0) -> Clients:
+        return Clients(self.host, self.port, requests, count=count, pause_s=pause_s)
+
+    async def samples(self, requests: Iterator[bytes], count: int, pause_s: float, limit_s: float) -> list[Answer]:
+        """One client, until it has `count` answers or the time is over."""
+        found: list[Answer] = []
+        end_s = time.perf_counter() + limit_s
+        connection = await connect(self.host, self.port)
+        while len(found) < count and time.perf_counter() < end_s:
+            started_s = time.perf_counter()
+            status, body = await connection.send(next(requests))
+            found.append(Answer(started_s, time.perf_counter(), status, body))
+            await asyncio.sleep(pause_s)
+        connection.close()
+        return found
+
+    async def rate(self, clients: Clients, seconds: float) -> float:
+        """Texts per second of bulk clients from now on."""
+        begin_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        end_s = time.perf_counter()
+        done = sum(each.status == 200 and begin_s <= each.ended_s < end_s for each in clients.answers)
+        return done * self.load.texts / (end_s - begin_s)
+
+    async def run(self) -> None:
+        options, seconds = self.options, self.options.seconds
+        unloaded = await self.samples(self._queries(), options.samples, 0.0, 60)
+        assert all(each.status == 200 for each in unloaded), _statuses(unloaded)
+        unloaded_ms = percentile(_millis(unloaded), 0.99)
+        self.say(f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms of {len(unloaded)}.")
+
+        bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
+        await asyncio.sleep(3)  # until its first requests are through
+        solo = await self.rate(bulk, seconds)
+        batch_ms = percentile([_inference_ms(each) for each in bulk.answers if each.status == 200], 0.99)
+        bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
+        self.say(f"Bulk alone: {solo:.0f} texts/s, a batch takes {batch_ms:.0f} ms. Bound: {bound_ms:.0f} ms.\n")
+        self.say("| | found | goal | |\n|---|---|---|---|")
+
+        answers = await self.samples(self._queries(), options.samples, options.pause_ms / 1000, options.limit)
+        self.judge_p99("interactive beside 30 bulk clients", answers, bound_ms)
+
+        each_second = asyncio.create_task(self.samples(self._queries(), 1 << 30, 1.0, seconds + 1))
+        share = await self.rate(bulk, seconds) / solo
+        await each_second
+        self.judge("bulk with one interactive request a second", f"{share:.0%} of alone", ">= 80 %", share >= 0.8)
+
+        crowd = self.clients(self._queries(), self.load.saturating)
+        await asyncio.sleep(2)
+        share = await self.rate(bulk, seconds) / solo
+        self.judge("bulk with interactive saturated", f"{share:.0%} of alone", ">= 20 %", share >= 0.2)
+        failed = [each for each in [*await crowd.stop(), *await bulk.stop()] if each.status != 200]
+        self.judge("all answered", _statuses(failed) or "yes", "yes", not failed)
+        await self.keys(unloaded_ms, bound_ms)
+
+    async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
+        """The first key sends its whole backlog at once; it is left alone when the second has its samples."""
+        options = self.options
+        texts = [f"{QUERY} {number}" for number in range(REQUEST_TEXTS)]
+        message = self._request(texts, key=KEYS[0], budget_ms=600_000)
+        connections = [await connect(self.host, self.port) for _ in range(-(-options.backlog // REQUEST_TEXTS))]
+        backlog = [asyncio.create_task(connection.send(message)) for connection in connections]
+        await asyncio.sleep(3)  # until the queue holds what it may hold of it
+        begin_s = time.perf_counter()
+        answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
+        left = sum(not each.done() for each in backlog)
+        self.judge_p99(f"a key beside a backlog of {options.backlog} texts of another", answers, bound_ms)
+        taken_s = time.perf_counter() - begin_s
+        self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
+        for connection in connections:
+            connection.close()
+        await asyncio.gather(*backlog, return_exceptions=True)  # ended by ourselves
+
+    def judge_p99(self, what: str, answers: Sequence[Answer], bound_ms: float) -> None:
+        """An answer other than 200 counts as one that took for ever."""
+        failed = [each for each in answers if each.status != 200]
+        found = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
+        enough = len(answers) >= self.options.samples
+        tail = f", {_statuses(failed)}" if failed else ""
+        self.judge(what, f"p99 {found:.0f} ms of {len(answers)}{tail}", f"<= {bound_ms:.0f} ms", enough and found <= bound_ms)
+
+    def judge(self, what: str, found: str, goal: str, met: bool) -> None:
+        self.say(f"| {what} | {found} | {goal} | {'met' if met else 'MISSED'} |")
+
+
+def _millis(answers: Sequence[Answer]) -> list[float]:
+    return [each.taken_s * 1000 for each in answers if each.status == 200]
+
+
+def _inference_ms(answer: Answer) -> float:
+    return float(msgspec.msgpack.decode(answer.body)["timing"]["inference_time"])
+
+
+def _statuses(answers: Sequence[Answer]) -> str:
+    return ", ".join(f"{count} x {status}" for status, count in Counter(each.status for each in answers).most_common())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="fixed,minilm", help="fixed, minilm or both")
+    parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each rate")
+    parser.add_argument("--pause-ms", type=float, default=50.0, help="of the interactive client between requests")
+    parser.add_argument("--limit", type=float, default=120.0, help="most seconds for the samples of one line")
+    parser.add_argument("--backlog", type=int, default=100_000)
+    parser.add_argument("--window", type=int, help="SIE_KEY_WINDOW_TOKENS")
+    parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
+    parser.add_argument("--out", type=Path, help="write the report here as well")
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str = "") -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    say(f"`python bench/fairness.py`, {os.cpu_count()} cores, {BULK_CLIENTS} bulk clients.\n")
+    known = loads(options)
+    for name in options.device.split(","):
+        load = known[name]
+        environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": ",".join(KEYS), "OMP_NUM_THREADS": "1", **load.environ}
+        if options.window:
+            environ["SIE_KEY_WINDOW_TOKENS"] = str(options.window)
+        say(f"## {name}\n")
+        plan = Plan([TOY], workers=[load.device], environ=environ, code=options.code)
+        with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan) as stack:
+            uvloop.run(Bench(stack, load, options, say).run())
+        say()
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""How well `sie bench replay` predicts: real processes and a device of fixed cost, recorded once, then run as each what-if has it.
+
+1. Requests arrive at random at a cluster of real processes (gateway, broker, sidecar) before the fixed-cost adapter; the sidecar records.
+2. The device is fitted to what was recorded.
+3. The cluster is started again with each what-if in force, and replayed with it. Measured beside predicted. Each run has the arrivals that
+   the broker saw in it: on a busy machine a client is late, and differently each time.
+
+Run `python bench/replay.py`. The device is a clock, so busy cores cost latency of the processes but no device time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import stack
+
+from sie_cli import trace as traces
+from sie_cli.bench import HOST, HOST_DEFAULT, PLAN
+from sie_cli.curve import percentile
+from sie_cli.replay import Machine, plan_of, replay
+from sie_contracts.settings import load
+
+SPECIAL = 2  # tokens that the toy tokenizer adds to those of the bytes
+TRIED: dict[str, dict[str, str]] = {
+    "as it was": {},
+    "lanes=2": {},
+    "max_batch_requests=3": {"SIE_BATCHER_MAX_BATCH_REQUESTS": "3"},
+    "max_wait_ms=60": {"SIE_BATCHER_COALESCE_MS": "60"},
+    "pipeline_depth=1": {"SIE_RUST_PIPELINE_DEPTH": "1"},
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`latency_s` as the gateway timed it, in order of arrival; `lone_s` of a request with nothing beside it."""
+
+    latency_s: list[float]
+    lone_s: float
+    trace: traces.Trace
+
+
+async def sent(url: str, requests: Sequence[traces.Request]) -> tuple[list[float], float]:
+    """Each request at its time, however long the others take; and the median of twenty in turn before."""
+    limits = httpx.Limits(max_connections=500, max_keepalive_connections=500)
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as client:
+
+        async def one(tokens: int) -> float:
+            answer = await client.post("/v1/encode/toy/one", json={"items": ["x" * max(1, tokens - SPECIAL)]})
+            assert answer.status_code == 200, answer.text
+            # not the client's own clock: on a busy machine it is the client that waits for a core
+            return float(answer.json()["timing"]["total_ms"]) / 1000
+
+        lone = sorted([await one(64) for _ in range(20)])
+        start_s = time.perf_counter()
+
+        async def at(request: traces.Request) -> float:
+            await asyncio.sleep(start_s + request.at - time.perf_counter())
+            return await one(request.tokens[0])
+
+        return list(await asyncio.gather(*map(at, requests))), lone[10]
+
+
+def measured(requests: Sequence[traces.Request], environ: dict[str, str], device: stack.Device) -> Seen:
+    with tempfile.TemporaryDirectory() as folder:
+        cluster, file = stack.Stack(Path(folder), stack.Plan(workers=[device], environ=environ)), Path(folder) / "trace.jsonl"
+        cluster.workers[0].sidecar._argv += ["--record-trace", str(file)]
+        with cluster:
+            latency_s, lone_s = asyncio.run(sent(cluster.urls[0], requests))
+        return Seen(latency_s, lone_s, traces.read(file.read_bytes().splitlines()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arrivals", default="poisson:rate=60,length=100,seconds=15,seed=5")
+    parser.add_argument("--batch-ms", type=float, default=10.0)
+    parser.add_argument("--token-us", type=float, default=100.0)
+    options = parser.parse_args()
+    device = stack.Device(options.batch_ms, options.token_us)
+    requests = traces.generate(options.arrivals)
+    host = traces.numbers(HOST_DEFAULT, tuple(HOST))
+    was: Seen | None = None
+    print(f"{options.arrivals}, a batch takes {options.batch_ms:g} ms + {options.token_us:g} us a token\n")
+    names = [each for name in ("p50, ms", "p99, ms", "device, s", "batches") for each in (f"{name} measured", "predicted")]
+    print(f"| | {' | '.join(names)} | a lone request, ms |\n|{'---|' * 10}")
+    for name, environ in TRIED.items():
+        changes = traces.numbers(name, PLAN) if "=" in name else {}
+        seen = measured(requests, environ, replace(device, lanes=int(changes.get("lanes", 1))))
+        was = was or seen
+        machine = Machine(*traces.fit(was.trace.ran), *(host[each] / unit for each, unit in HOST.items()))
+        settings = load(environ={"SIE_MACHINE_PROFILE": "cpu"}).settings
+        found = replay(seen.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine)
+        # what the replay does not know, HTTP and the broker, is what a lone request takes beyond its forward pass
+        beyond_s = seen.lone_s - machine.batch_s(64, 64**2)
+        cells = [name]
+        for percent in (50, 99):
+            cells.append(f"{percentile(sorted(seen.latency_s), percent) * 1e3:.1f}")
+            cells.append(f"{(percentile(sorted(found.latency_s), percent) + beyond_s) * 1e3:.1f}")
+        ran = seen.trace.ran[20:]
+        cells += [f"{sum(each.seconds for each in ran):.2f}", f"{found.device_s:.2f}", f"{len(ran)}", f"{found.batches}"]
+        cells.append(f"{seen.lone_s * 1e3:.1f}")
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What the queue costs: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
+
+1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process, the load generator apart.
+2. The same with 1, 20 and 200 models that have had traffic: all of it on one of them, then on each in turn. The former must not depend on
+   how many there are; the latter loses what requests of one model share, a batch above all.
+3. With --long, 100,000 requests and the resident memory of each process before, between and after.
+
+Rates depend on what else the machine does; processor time per request much less. The generator is `wrk`.
+
+    python bench/request_cost.py [--long] [--profile FOLDER] [--code CHECKOUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import wrk
+from fake_adapter import ids_of, vector_of
+from stack import Device, Plan, Stack
+
+TEXT = "What is deep learning?"
+ROLES = ("gateway", "sidecar", "broker", "adapter", "config")
+GOALS_US = {"gateway": 250, "sidecar": 80, "broker": 60}
+GOAL_RATE = 4000
+
+
+@dataclass(frozen=True)
+class Sample:
+    load: wrk.Load
+    cpu_us: dict[str, float]  # of a request, by role
+
+    @property
+    def generator_us(self) -> float:
+        return self.load.cpu_s / self.load.answered * 1e6
+
+
+def names(count: int) -> list[str]:
+    return [f"toy/m{number}" for number in range(count)]
+
+
+def check(stack: Stack, models: Sequence[str]) -> None:
+    """Each model answers, and answers rightly. Also makes its consumer. Raises RuntimeError."""
+    expected = vector_of(ids_of(TEXT))
+    with httpx.Client(base_url=stack.urls[0], timeout=30, trust_env=False) as client:
+        for model in models:
+            answer = client.post(f"/v1/encode/{model}", json={"items": [TEXT]})
+            if answer.status_code != 200 or not np.allclose(answer.json()["items"][0]["dense"]["values"], expected):
+                raise RuntimeError(f"{model}: {answer.status_code} {answer.text[:300]}")
+
+
+def sample(stack: Stack, models: Sequence[str], *, clients: int, seconds: float) -> Sample:
+    """Raises RuntimeError when a request was not answered with 200."""
+    requests = [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models]
+    before = stack.cpu_s()
+    load = wrk.closed_loop(stack.urls[0], requests, clients=clients, seconds=seconds, folder=stack.folder)
+    after = stack.cpu_s()
+    if load.refused or load.failed:
+        raise RuntimeError(f"{load.refused} answers were no 200, {load.failed} did not come\n{stack.log()}")
+    return Sample(load, {role: (after[role] - before[role]) / load.answered * 1e6 for role in ROLES})
+
+
+def middle(samples: Sequence[Sample]) -> Sample:
+    """The sample with the median rate."""
+    return sorted(samples, key=lambda each: each.load.rate)[len(samples) // 2]
+
+
+def row(name: str, each: Sample) -> str:
+    cpu = " | ".join(f"{each.cpu_us[role]:.0f}" for role in ("gateway", "sidecar", "broker", "adapter"))
+    load = each.load
+    return f"| {name} | {load.rate:.0f} | {load.p50_ms:.1f} | {load.p99_ms:.1f} | {cpu} | {each.generator_us:.0f} |"
+
+
+HEAD = "| {} | requests/s | p50 ms | p99 ms | gateway us | sidecar us | broker us | adapter us | wrk us |\n" + 9 * "|---" + "|"
+
+
+def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """A table by number of models."""
+    say(HEAD.format("models"))
+    found: dict[int, Sample] = {}
+    for count in options.models:
+        models = names(count)
+        with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan(options, models)) as stack:
+            check(stack, models)
+            sample(stack, models, clients=options.clients, seconds=2)
+            for name, used in (("one", models[:1]), ("in turn", models)) if count > 1 else (("", models),):
+                rounds = [sample(stack, used, clients=options.clients, seconds=options.seconds) for _ in range(options.rounds)]
+                found.setdefault(count, middle(rounds))
+                say(row(f"{count} {name}".strip(), middle(rounds)))
+            if options.profile and count == options.models[0]:
+                profile(stack, models, options)
+    first = found[options.models[0]]
+    totals = {count: sum(each.cpu_us.values()) for count, each in found.items()}
+    spread = (max(totals.values()) - min(totals.values())) / totals[options.models[0]]
+    cost = ", ".join(f"{role} {first.cpu_us[role]:.0f} us (goal {goal})" for role, goal in GOALS_US.items())
+    say(f"\nAt {options.models[0]} model: {first.load.rate:.0f} requests/s (goal {GOAL_RATE}), {cost}.")
+    say(f"Processor time of a request to one of {min(found)} to {max(found)} models: within {spread:.0%} (goal: 10 %).\n")
+
+
+def plan(options: argparse.Namespace, models: Sequence[str]) -> Plan:
+    return Plan(models=models, workers=[Device(lanes=options.lanes)], code=options.code)
+
+
+def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Resident memory over --requests requests, in ten parts; the slope is fitted over the last eight."""
+    with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan(options, names(1))) as stack:
+        check(stack, names(1))
+        seen: list[tuple[int, dict[str, int]]] = [(0, stack.rss_bytes())]
+        total, seconds = 0, 5.0
+        while total < options.requests:
+            each = sample(stack, names(1), clients=options.clients, seconds=seconds)
+            total += each.load.answered
+            seconds = min(60.0, max(2.0, options.requests / 10 / each.load.rate))
+            seen.append((total, stack.rss_bytes()))
+    say("| process | MiB at the start | MiB after 20 % | MiB at the end | KiB per 1,000 requests |\n|---|---|---|---|---|")
+    fitted = seen[max(1, len(seen) // 5) :]
+    for role in ROLES:
+        slope = float(np.polyfit([count for count, _ in fitted], [rss[role] for _, rss in fitted], 1)[0])
+        first, second, last = (rss[role] / 2**20 for rss in (seen[0][1], fitted[0][1], seen[-1][1]))
+        say(f"| {role} | {first:.1f} | {second:.1f} | {last:.1f} | {slope * 1000 / 1024:+.1f} |")
+    say(f"\nOver {total} requests at {options.clients} clients; the slope is fitted over the last {len(fitted)} of {len(seen)} readings.\n")
+
+
+def profile(stack: Stack, models: Sequence[str], options: argparse.Namespace) -> None:
+    """Stacks of gateway and sidecar under the same load, by py-spy, as FOLDER/{gateway,sidecar}.txt (collapsed)."""
+    options.profile.mkdir(parents=True, exist_ok=True)
+    spy = str(Path(sys.executable).with_name("py-spy"))
+    for part in (stack.gateways[0], stack.workers[0].sidecar):
+        out = options.profile / f"{part.role}.txt"
+        argv = [spy, "record", "--pid", str(part.pid), "--format", "raw", "--rate", "250", "--output", str(out), *options.spy]
+        recording = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        sample(stack, models, clients=options.clients, seconds=options.seconds * 2)
+        recording.send_signal(signal.SIGINT)
+        _, errors = recording.communicate(timeout=60)
+        if not out.exists():
+            raise RuntimeError(errors.decode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--models", type=lambda text: [int(part) for part in text.split(",")], default=[1, 20, 200])
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lanes", type=int, default=2)
+    parser.add_argument("--long", action="store_true", help="also the memory over --requests requests")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--profile", type=Path, help="folder for profiles of gateway and sidecar")
+    parser.add_argument("--spy", nargs="*", default=[], help="further arguments of py-spy record")
+    parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
+    parser.add_argument("--out", type=Path, help="write the tables here as well")
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str = "") -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    if not wrk.installed():
+        sys.exit("wrk was not found; it is the Debian package of that name")
+    say(f"`python bench/request_cost.py`, Python {platform.python_version()}, {os.cpu_count()} cores, {options.clients} clients.\n")
+    by_models(options, say)
+    if options.long:
+        memory(options, say)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

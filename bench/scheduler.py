@@ -1,0 +1,58 @@
+"""What the scheduler's core costs: microseconds for each job that is added and sent, with many models and many jobs waiting.
+
+Run `python bench/scheduler.py`. One thread, no device: every batch is taken as soon as it is formed and as many jobs come as went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Waiting, next_batch
+
+DEVICE = Device(sent=1, lanes=1, depth=2, more_expected=True)
+
+
+def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float, float]:
+    """Microseconds a job and a batch, with `depth` jobs waiting all the time."""
+    chance = random.Random(1)
+    keys = [BatchKey(f"m{number}", "1", "encode", "", "") for number in range(models)]
+    limits = Limits(16384, requests, wait_s=0.0)
+    waiting: Waiting[int] = Waiting()
+    now_s, batches, jobs = 0.0, 0, 0
+
+    def arrive(count: int) -> None:
+        nonlocal now_s
+        for _ in range(count):
+            now_s += 1e-6
+            waiting.add(Job(chance.choice(keys), chance.randint(8, 256), now_s, jobs, chance.random() < 0.3))
+
+    arrive(depth)
+    now_s += 1.0
+    spent_s = 0.0
+    while batches < rounds:
+        began_s = time.perf_counter()
+        batch = next_batch(waiting, now_s, limits, DEVICE)
+        spent_s += time.perf_counter() - began_s
+        assert isinstance(batch, Batch)
+        batches, jobs = batches + 1, jobs + len(batch.jobs)
+        began_s = time.perf_counter()
+        arrive(len(batch.jobs))
+        spent_s += time.perf_counter() - began_s
+    return spent_s / jobs * 1e6, spent_s / batches * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20_000)
+    rounds = parser.parse_args().rounds
+    print("| models | waiting | requests a batch | us a job | us a batch |\n|---|---|---|---|---|")
+    for models, depth in ((1, 100), (1, 10_000), (200, 100), (200, 10_000), (200, 100_000)):
+        for requests in (12, 64):
+            job_us, batch_us = measured(models, depth, requests, rounds)
+            print(f"| {models} | {depth} | {requests} | {job_us:.1f} | {batch_us:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""`sie topology`: streams and consumers at the broker, how they differ from what this version wants, and the way from one to the other."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import msgspec
+
+from sie_cli.options import at_broker, loaded, named_options
+from sie_contracts import topology as names
+from sie_contracts.settings import Settings
+
+if TYPE_CHECKING:
+    from sie_contracts.broker.nats import NatsBroker
+    from sie_contracts.broker.nats.api import ConsumerInfo, StreamInfo
+    from sie_contracts.broker.nats.operator import Step
+
+F = TypeVar("F", bound=Callable[..., Any])
+_WORK = "WORK_"
+_SETTINGS = (
+    "SIE_NATS_URL", "SIE_POOL", "SIE_STREAM_STORAGE", "SIE_STREAM_REPLICAS", "SIE_QUEUE_MAX_BYTES", "SIE_GATEWAY_REQUEST_TIMEOUT",
+    "SIE_ACK_WAIT_S",
+)  # fmt: skip
+
+
+@click.group()
+def topology() -> None:
+    """Look at the streams and consumers at the broker, compare them, and change them.
+
+    \b
+    sie topology show       what is there: streams, their settings and backlog, consumers by lane
+    sie topology check      how it differs from what this version and these settings want; status 1 if it does
+    sie topology migrate    the steps from one to the other, and with --yes their execution
+
+    Where the broker is comes from --nats-url or SIE_NATS_URL. Settings are those of the gateways: give the same ones.
+    """
+
+
+def _options(command: F) -> F:
+    json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
+    return named_options(*_SETTINGS)(json(command))
+
+
+@topology.command()
+@_options
+@click.option("--consumers", "each", is_flag=True, help="Every consumer, not their sums by lane.")
+def show(as_json: bool, each: bool, **values: Any) -> None:
+    """Print all streams, and consumers by lane with their backlog.
+
+    `own` consumers are those of one model, `shared` ones are slots of many. Messages wait or are leased to a worker.
+    """
+    found = at_broker("sie-topology", loaded(values).settings, _shown)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found)))
+        return
+    for stream in found:
+        limits = f"of {_bytes(stream['max_bytes'])}" if stream["max_bytes"] > 0 else "without a limit"
+        click.secho(stream["name"], bold=True, nl=False)
+        click.echo(
+            f"  {stream['storage']}, {stream['replicas']} {'copies' if stream['replicas'] > 1 else 'copy'}, "
+            f"topology {stream['version'] or '-'}, {stream['messages']:,} messages, {_bytes(stream['bytes'])} {limits}"
+        )
+        for lane in stream["lanes"]:
+            counts = f"{lane['own']:>4} own  {lane['shared']:>3} shared"
+            click.echo(f"  {lane['lane']:<40}  {counts}  {lane['waiting']:>8,} waiting  {lane['leased']:>6,} leased")
+            for consumer in lane["consumers"] if each else ():
+                click.echo(f"    {consumer['subject']:<70}  {consumer['waiting']:>8,} waiting  {consumer['leased']:>6,} leased")
+
+
+@topology.command()
+@_options
+def check(as_json: bool, **values: Any) -> None:
+    """Compare with what this version wants, field by field.
+
+    Status 0: equal. 1: something differs, or messages lie where no consumer takes them. 2: the broker could not be asked.
+    """
+    settings = loaded(values).settings
+    steps = at_broker("sie-topology", settings, lambda broker: _steps(broker, settings))
+    _print(steps, as_json)
+    if not steps and not as_json:
+        click.echo(f"all is as topology {names.TOPOLOGY_VERSION} and these settings want it")
+    sys.exit(1 if steps else 0)
+
+
+@topology.command()
+@_options
+@click.option("--yes", is_flag=True, help="Do it. Without it the plan is only shown.")
+def migrate(as_json: bool, yes: bool, **values: Any) -> None:
+    """Show the steps to what this version wants; --yes does them.
+
+    No step costs a message: what cannot be changed in place, or not while the queue holds what it holds, is refused with its reason and
+    what helps. Gateways of this version do the same at their start for streams of an older one; those of the older version go on.
+    Status 0: nothing is left to do. 1: something is (without --yes: anything). 2: the broker could not be asked.
+    """
+    settings = loaded(values).settings
+    steps = at_broker("sie-topology", settings, lambda broker: _steps(broker, settings))
+    _print(steps, as_json)
+    if not steps:
+        if not as_json:
+            click.echo("nothing to do")
+        return
+    if not yes:
+        if not as_json:
+            click.echo("nothing was changed: --yes does it")
+        sys.exit(1)
+    left = at_broker("sie-topology", settings, lambda broker: _apply(broker, settings, steps))
+    if not as_json:
+        click.echo(f"{len(steps) - len(left)} of {len(steps)} done" + (f", {len(left)} left" if left else ""))
+    sys.exit(1 if left else 0)
+
+
+async def _steps(broker: NatsBroker, settings: Settings) -> list[Step]:
+    """What differs in all streams of work and of dead letters that are there, and in those that the settings want."""
+    from sie_contracts.broker.nats.operator import look, plan, streams
+    from sie_gateway.queue import work_spec
+
+    there = {str(info.config["name"]).removeprefix(_WORK) for info in await streams(broker) if str(info.config["name"]).startswith(_WORK)}
+    steps: list[Step] = []
+    for pool in sorted(there | {names.pool_name("default"), settings.pool}):
+        facts = await look(broker, names.stream_name(pool))
+        steps += plan(facts, work_spec(settings, pool), float(settings.ack_wait_s))
+        dead = names.dead_letter_stream(pool, storage="file", replicas=settings.stream_replicas)
+        steps += plan(await look(broker, dead.name), dead, float(settings.ack_wait_s))
+    return steps
+
+
+async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
+    """Do what is not refused. Returns what is still to be done then."""
+    from sie_contracts.broker.nats.operator import apply
+
+    for step in steps:
+        if step.action != "refuse":
+            await apply(broker, step)
+    return await _steps(broker, settings)
+
+
+def _print(steps: list[Step], as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode([_plain(step) for step in steps])))
+        return
+    for step in steps:
+        click.secho(f"{step.action} {step.kind} {step.name}", bold=True, nl=False)
+        click.echo(f": {step.reason}" if step.reason else "")
+        for change in step.changes:
+            click.echo(f"  {change.field}: {_value(change.found)} -> {_value(change.wanted)}")
+
+
+def _plain(step: Step) -> dict[str, Any]:
+    changes = [{"field": change.field, "found": change.found, "wanted": change.wanted} for change in step.changes]
+    return {
+        "action": step.action, "kind": step.kind, "name": step.name, "stream": step.stream, "reason": step.reason, "changes": changes
+    }  # fmt: skip
+
+
+async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
+    from sie_contracts.broker.nats.operator import streams
+
+    found = []
+    for info in await streams(broker):
+        name = str(info.config["name"])
+        consumers = await broker.consumer_infos(name) if name.startswith(_WORK) else []
+        found.append(_stream(name, info, consumers))
+    return found
+
+
+def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[str, Any]:
+    from sie_contracts.broker.nats.api import consumer_state_of, version_of
+
+    by_lane: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in consumers:
+        state = consumer_state_of(each)
+        lane = ".".join(state.subject.split(".")[2:5])
+        by_lane[lane].append(
+            {
+                "name": state.name, "subject": state.subject, "version": state.version, "ack_wait_s": state.ack_wait_s,
+                "delivered": state.delivered, "waiting": state.waiting, "leased": state.leased, "shared": names.is_slot(state.name),
+            }
+        )  # fmt: skip
+    config = info.config
+    return {
+        "name": name, "subjects": config.get("subjects", []), "storage": config.get("storage", ""),
+        "replicas": config.get("num_replicas", 1), "version": version_of(config), "created": info.created,
+        "messages": info.state.messages, "bytes": info.state.bytes, "max_bytes": config.get("max_bytes", -1),
+        "max_age_s": config.get("max_age", 0) / 1e9, "max_per_subject": config.get("max_msgs_per_subject", -1),
+        "lanes": [
+            {
+                "lane": lane, "own": sum(not each["shared"] for each in members), "shared": sum(each["shared"] for each in members),
+                "waiting": sum(each["waiting"] for each in members), "leased": sum(each["leased"] for each in members),
+                "consumers": sorted(members, key=lambda each: str(each["subject"])),
+            }
+            for lane, members in sorted(by_lane.items())
+        ],
+    }  # fmt: skip
+
+
+def _value(value: Any) -> str:
+    return "(unset)" if value is None else str(value)
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"

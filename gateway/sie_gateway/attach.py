@@ -1,0 +1,246 @@
+"""Clients that go away and come back. A run outlives its client for a while, and the same request again takes the client's place.
+
+    client leaves ──► the run goes on ──► the window ends: the run is cancelled, its work withdrawn, its permits given back
+                          └─ the same body, path, token and headers again ──► waits for this run and gets its answer
+
+Only a run whose client is away can be joined: two clients that ask the same at once are two requests, each with its place among others.
+The answer of a run is bytes and headers that nobody changes; it is all that a client who joins gets of it. A client is watched from
+WATCH_AFTER_S on, twice that at most; a run that is over before costs no task, no timer and no digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from sie_contracts.errors import GatewayTimeout, ShuttingDown
+from sie_contracts.runtime.failpoints import failpoint
+from sie_contracts.runtime.http import Receive
+from sie_contracts.runtime.process import Tasks
+
+REATTACH_WINDOW_S = 10.0  # contract 2.7
+WATCH_AFTER_S = 1.0
+MOST_AWAY = 256
+MOST_AWAY_BYTES = 256 << 20  # of bodies
+# what makes a request another one, beside its path and body
+HEADERS = (
+    "authorization", "content-type", "accept", "x-sie-machine-profile", "x-sie-pool", "x-sie-timeout-ms", "x-sie-priority",
+    "x-sie-on-item-error", "x-sie-strict", "x-sie-explain", "x-sie-sdk-version",
+)  # fmt: skip
+Identity = tuple[str, ...]
+A = TypeVar("A")
+_logger = logging.getLogger("sie.gateway.attach")
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered."""
+
+
+class Caller(Protocol):
+    """What is known of a client. `receive` None: it cannot be told whether it is still there."""
+
+    path: str
+    headers: Any
+    labels: dict[str, str]
+    receive: Receive | None
+
+
+class Attachments(Generic[A]):
+    """The runs of a gateway whose clients are away. One that has no room here is cancelled when its client leaves."""
+
+    def __init__(self, *, window_s: float = REATTACH_WINDOW_S, watch_after_s: float = WATCH_AFTER_S) -> None:
+        self.window_s = window_s
+        self.watch_after_s = watch_after_s
+        self.joined = 0  # clients that came back, since the start
+        self.abandoned = 0  # runs that were cancelled because their clients stayed away
+        self.tasks = Tasks(_logger, lambda: None)
+        self._young: dict[Run[A], None] = {}  # whose clients are not watched yet, the oldest first
+        self._looking = False
+        self._away: dict[Identity, list[Run[A]]] = {}
+        self._count = 0
+        self._bytes = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def attend(self, caller: Caller, body: bytes) -> Run[A]:
+        """A run for this client, as a context: `answer` is set inside. Raises ClientGone at the end of one that was given up."""
+        return Run(self, caller, body)
+
+    def watch_later(self, run: Run[A]) -> None:
+        """Watch its client if it is still in progress after WATCH_AFTER_S."""
+        self._young[run] = None
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_later(self.watch_after_s, self._look)
+
+    def ended(self, run: Run[A]) -> None:
+        self._young.pop(run, None)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() - self.watch_after_s
+        while self._young and (oldest := next(iter(self._young))).began_s <= until_s:
+            del self._young[oldest]
+            oldest.watch()
+        self._looking = bool(self._young)
+        if self._looking:
+            loop.call_later(self.watch_after_s, self._look)
+
+    def find(self, caller: Caller, body: bytes) -> Run[A] | None:
+        """The oldest run of the same request whose client is away."""
+        if not self._count:
+            return None
+        return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
+
+    def keep(self, run: Run[A]) -> bool:
+        """Make a run findable; false if there is no room."""
+        if self._closed or self._count >= MOST_AWAY or self._bytes + len(run.body) > MOST_AWAY_BYTES:
+            return False
+        self._away.setdefault(_identity(run.caller, run.body), []).append(run)
+        self._count += 1
+        self._bytes += len(run.body)
+        return True
+
+    def remove(self, run: Run[A]) -> None:
+        identity = _identity(run.caller, run.body)
+        runs = self._away[identity]
+        runs.remove(run)
+        if not runs:
+            del self._away[identity]
+        self._count -= 1
+        self._bytes -= len(run.body)
+
+    def close(self) -> None:
+        """Whoever is away will come back to another gateway: give up their runs, and those of all who leave from now on."""
+        self._closed = True
+        for run in [run for runs in self._away.values() for run in runs]:
+            run.give_up()
+
+
+def _identity(caller: Caller, body: bytes) -> Identity:
+    return (caller.path, str(len(body)), *(caller.headers.get(name, "") for name in HEADERS))
+
+
+class Run(Generic[A]):
+    """One request in progress, run by the task that entered it."""
+
+    __slots__ = (
+        "_is_given_up", "_is_kept", "_outcome", "_present", "_table", "_task", "_watcher", "_window", "answer", "began_s", "body", "caller",
+        "left",
+    )  # fmt: skip
+
+    def __init__(self, table: Attachments[A], caller: Caller, body: bytes) -> None:
+        self.caller = caller
+        self.body = body
+        self.answer: A | None = None
+        self.left = False  # whether its own client went away
+        self.began_s = 0.0
+        self._table = table
+        self._present = 1
+        self._is_kept = False
+        self._is_given_up = False
+        self._task: asyncio.Task[Any] | None = None
+        self._window: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._outcome: asyncio.Future[A] | None = None  # made when its client leaves
+
+    def __enter__(self) -> Run[A]:
+        self._task = asyncio.current_task()
+        if self.caller.receive is not None:
+            self.began_s = asyncio.get_running_loop().time()
+            self._table.watch_later(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._table.ended(self)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._is_kept:
+            self._unkeep()
+        if self._outcome is not None:
+            self._settle(self._outcome, error)
+        if self._is_given_up and isinstance(error, asyncio.CancelledError):
+            assert self._task is not None
+            self._task.uncancel()
+            raise ClientGone from error
+
+    def _settle(self, outcome: asyncio.Future[A], error: BaseException | None) -> None:
+        if error is None:
+            assert self.answer is not None
+            outcome.set_result(self.answer)
+            return
+        ended = error if isinstance(error, Exception) else ShuttingDown("this gateway is shutting down; another one takes the request")
+        outcome.set_exception(ended)
+        outcome.exception()  # read: there may be nobody to join
+
+    def watch(self) -> None:
+        """Notice from now on when its client leaves."""
+        self._watcher = self._table.tasks.start(self._until_left(), "presence of a client")
+
+    async def _until_left(self) -> None:
+        assert self.caller.receive is not None
+        await disconnected(self.caller.receive)
+        self.left = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """One client less. Without any, the window begins."""
+        self._present -= 1
+        if self._present:
+            return
+        failpoint("attach.left")
+        loop = asyncio.get_running_loop()
+        if self._outcome is None:
+            self._outcome = loop.create_future()
+        if self._table.keep(self):
+            self._is_kept = True
+            self._window = loop.call_later(self._table.window_s, self.give_up)
+        else:
+            self.give_up()
+
+    def _unkeep(self) -> None:
+        self._is_kept = False
+        self._table.remove(self)
+        if self._window is not None:
+            self._window.cancel()
+
+    def give_up(self) -> None:
+        """Nobody came back: cancel the run. What it holds is released on its way out, as at any other end."""
+        if self._is_kept:
+            self._unkeep()
+        self._is_given_up = True
+        self._table.abandoned += 1
+        assert self._task is not None
+        self._task.cancel()
+
+    async def join(self, caller: Caller, timeout_s: float) -> A:
+        """Take the place of the client that left. Raises what the run raises, GatewayTimeout, and ClientGone if this one leaves too."""
+        assert self._outcome is not None
+        self._unkeep()
+        self._present += 1
+        self._table.joined += 1
+        leaving = None if caller.receive is None else self._table.tasks.start(disconnected(caller.receive), "presence of a client")
+        waited: set[asyncio.Future[Any]] = {self._outcome} if leaving is None else {self._outcome, leaving}
+        try:
+            await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+            if not self._outcome.done():
+                self._leave()
+        caller.labels.update(self.caller.labels)
+        if self._outcome.done():
+            return self._outcome.result()
+        if leaving is not None and leaving.done():
+            raise ClientGone
+        raise GatewayTimeout(f"no result within the budget of {timeout_s:g} s")
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client is gone. The whole body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

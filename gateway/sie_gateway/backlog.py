@@ -1,0 +1,87 @@
+"""What the broker holds: messages by lane and priority, waiting and leased, with or without workers.
+
+Read from the stream, once a second and when somebody needs it newer. While the broker cannot be asked the figures are unknown, never zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable
+from sie_contracts.messages import Priority
+from sie_contracts.runtime.process import Stop
+from sie_contracts.topology import Lane
+from sie_gateway.shared import Shared
+
+EVERY_S = 1.0
+UNKNOWN_S = 5.0  # figures older than this count no longer
+_logger = logging.getLogger("sie.gateway.backlog")
+
+
+def _by_priority(counts: dict[str, int]) -> dict[str, int]:
+    """Messages by the part of their subject that names lane and priority: its first six tokens."""
+    found: dict[str, int] = {}
+    for subject, count in counts.items():
+        prefix = ".".join(subject.split(".", 6)[:6])
+        found[prefix] = found.get(prefix, 0) + count
+    return found
+
+
+class Backlog:
+    """One task runs `run`; whoever needs newer figures awaits `fresh`, and those who do so at once share a question."""
+
+    def __init__(self, broker: Broker, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._broker = broker
+        self._pools = pools  # may grow
+        self._clock = clock
+        self._read: dict[str, tuple[float, dict[str, int], dict[str, int]]] = {}  # pool -> when, by subject, by lane and priority
+        self._asking = Shared()
+
+    async def run(self, stop: Stop) -> None:
+        """Read every pool each EVERY_S until `stop`."""
+        said = False
+        while not await stop.wait_for(EVERY_S):
+            try:
+                for pool in sorted(self._pools):
+                    await self.fresh(pool, EVERY_S / 2)
+                said = False
+            except BrokerError as error:
+                if not said:
+                    _logger.warning("the backlog is not known: %s", error)
+                    said = True
+
+    async def fresh(self, pool: str, max_age_s: float) -> None:
+        """Return when the pool's figures are no older than this. Raises BrokerError where the broker cannot be asked."""
+        read = self._read.get(pool)
+        if read is not None and self._clock() - read[0] < max_age_s:
+            return
+        if not self._broker.connected:
+            raise BrokerUnavailable("no connection to the broker")
+        await self._asking.run(pool, functools.partial(self._ask, pool))
+
+    async def _ask(self, pool: str) -> None:
+        asked_s = self._clock()
+        counts = await self._broker.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
+        self._read[pool] = (asked_s, counts, _by_priority(counts))
+
+    def messages(self, lane: Lane, priority: Priority) -> int | None:
+        """Messages of a lane and priority, None while not known."""
+        read = self._read.get(lane.pool)
+        if read is None or self._clock() - read[0] > UNKNOWN_S:
+            return None
+        return read[2].get(topology.lane_filter(lane, priority).removesuffix(".>"), 0)
+
+    def of_model(self, lane: Lane, priority: Priority, model: str) -> int | None:
+        """Messages of one model, by either way it may take. None while not known."""
+        read = self._read.get(lane.pool)
+        if read is None or self._clock() - read[0] > UNKNOWN_S:
+            return None
+        own, slot = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
+        return read[1].get(own, 0) + read[1].get(slot, 0)
+
+    async def stop(self) -> None:
+        await self._asking.stop()

@@ -1,0 +1,135 @@
+"""The gateways of this installation, by their own announcements: how many share a window, and what all of them put into the queue.
+
+    each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
+
+A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Broker, BrokerError, CoreMessage
+from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority
+from sie_contracts.runtime.process import Stop
+from sie_contracts.topology import Lane
+
+EVERY_S = 1.0
+SILENT_S = 5.0
+HALF_LIFE_S = 60.0  # of the messages that the mean cost is made of
+RATE_S = 10.0  # time constant of the tokens a second
+_LEAST_MESSAGES = 0.01  # a lane without traffic is forgotten after some ten half-lives
+_logger = logging.getLogger("sie.gateway.peers")
+
+
+def mean_cost(traffic: list[LaneTraffic]) -> float:
+    """Tokens of a message; 0.0 where nobody has sent one lately."""
+    count = sum(flow.messages for flow in traffic)
+    return sum(flow.tokens for flow in traffic) / count if count else 0.0
+
+
+class _Flow:
+    """What this gateway put into one lane and priority. `fresh` since the last announcement."""
+
+    __slots__ = ("fresh", "messages", "rate", "tokens")
+
+    def __init__(self) -> None:
+        self.messages = self.tokens = self.rate = 0.0
+        self.fresh = 0
+
+    def age(self, seconds: float) -> None:
+        left = 0.5 ** (seconds / HALF_LIFE_S)
+        self.messages *= left
+        self.tokens *= left
+        self.rate += (self.fresh / seconds - self.rate) * min(1.0, seconds / RATE_S)
+        self.fresh = 0
+
+
+class Peers:
+    """`waiting` tells, at each announcement, the tokens that wait in this gateway by lane and priority."""
+
+    def __init__(
+        self, broker: Broker, waiting: Callable[[], Mapping[tuple[Lane, Priority], int]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self._broker = broker
+        self._waiting = waiting
+        self._clock = clock
+        self._flows: dict[tuple[Lane, Priority], _Flow] = {}
+        self._heard: dict[str, tuple[float, GatewayBeat]] = {}
+        self._aged_s = clock()
+
+    async def start(self) -> None:
+        await self._broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
+
+    async def run(self, stop: Stop) -> None:
+        """Announce until `stop`, then say goodbye."""
+        while not await stop.wait_for(EVERY_S):
+            await self._send(self.beat())
+        await self._send(GatewayBeat(self.id, leaving=True))
+
+    async def _send(self, beat: GatewayBeat) -> None:
+        try:
+            await self._broker.send(topology.gateway_subject(self.id), messages.encode(beat))
+        except BrokerError as error:
+            _logger.info("not announced: %s", error)  # the broker is away, which others report
+
+    def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
+        """Account for messages put into the queue."""
+        flow = self._flows.get((lane, priority))
+        if flow is None:
+            flow = self._flows[lane, priority] = _Flow()
+        flow.messages += count
+        flow.tokens += cost
+        flow.fresh += cost
+
+    def beat(self) -> GatewayBeat:
+        """This gateway's next announcement."""
+        now_s = self._clock()
+        seconds, self._aged_s = max(1e-3, now_s - self._aged_s), now_s
+        for flow in self._flows.values():
+            flow.age(seconds)
+        self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _LEAST_MESSAGES}
+        waiting = self._waiting()
+        traffic = {
+            f"{lane}.{priority}": LaneTraffic(flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0))
+            for (lane, priority), flow in self._flows.items()
+        }
+        for (lane, priority), tokens in waiting.items():
+            traffic.setdefault(f"{lane}.{priority}", LaneTraffic(0.0, 0.0, 0.0, tokens))
+        return GatewayBeat(self.id, traffic=traffic)
+
+    async def _on_beat(self, message: CoreMessage) -> None:
+        try:
+            beat = messages.decode_gateway(message.data)
+        except msgspec.DecodeError as error:
+            _logger.warning("a gateway's announcement could not be read: %s", error)
+            return
+        self.note(beat)
+
+    def note(self, beat: GatewayBeat) -> None:
+        now_s = self._clock()
+        self._heard = {name: entry for name, entry in self._heard.items() if now_s - entry[0] < SILENT_S}
+        if beat.leaving:
+            self._heard.pop(beat.gateway, None)
+        else:
+            self._heard[beat.gateway] = (now_s, beat)
+
+    def _live(self) -> list[GatewayBeat]:
+        now_s = self._clock()
+        return [beat for seen_s, beat in self._heard.values() if now_s - seen_s < SILENT_S]
+
+    def count(self) -> int:
+        """Gateways that live, this one included."""
+        return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
+
+    def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
+        """What each live gateway announced of a lane and priority."""
+        name = f"{lane}.{priority}"
+        return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]

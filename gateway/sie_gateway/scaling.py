@@ -1,0 +1,99 @@
+"""How many workers a lane wants: one pure function of facts that every gateway reads alike, and the answer that an autoscaler polls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.errors import NotFound, QueueUnavailable
+from sie_contracts.messages import PRIORITIES
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.backlog import Backlog
+from sie_gateway.demand import DemandRecords
+from sie_gateway.fleet import Fleet
+from sie_gateway.peers import Peers, mean_cost
+
+USED = 0.7  # of a worker's rate is planned with: the rest absorbs bursts
+DRAIN_S = 30.0  # a backlog is to be gone after this
+
+
+def wanted_replicas(
+    *, backlog_cost: float, arriving: float, rate: float, ready_workers: int, reserved: int = 0, demand: bool = False
+) -> int:
+    """Workers that a lane wants.
+
+    `backlog_cost`: tokens that wait or run, in the queue and in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second
+    that one worker runs while it is busy, 0 while nobody knows. Enough for what comes in and to end the backlog within DRAIN_S; at least
+    what is reserved, and one where anything waits or somebody asked lately. Without a known rate work keeps the workers that are ready.
+    A hundredth of a worker is nothing, so that traffic which fades out ends.
+    """
+    busy = backlog_cost > 0
+    least = max(reserved, 1 if busy or demand else 0)
+    if rate > 0:
+        return max(least, math.ceil((arriving + backlog_cost / DRAIN_S) / (USED * rate) - 0.01))
+    return max(least, ready_workers if busy else 0)
+
+
+class Scaling:
+    """`GET /v1/scaling/{lane}`."""
+
+    def __init__(
+        self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, backlog: Backlog, peers: Peers, demand: DemandRecords,
+        pools: Iterable[str], now_s: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`now_s` is the broker's time."""
+        self._settings = settings
+        self._broker = broker
+        self._feed = feed
+        self._fleet = fleet
+        self._backlog = backlog
+        self._peers = peers
+        self._demand = demand
+        self._pools = pools
+        self._now_s = now_s
+
+    def find(self, name: str) -> Lane:
+        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to. Raises NotFound."""
+        beats = [beat for beat, _ in self._fleet.workers()]
+        profiles = {self._settings.profile, *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ())}
+        profiles |= {beat.machine_profile for beat in beats}
+        bundles = {entry.bundle for entry in self._feed.catalogue.entries.values()} | {beat.bundle for beat in beats}
+        for pool in self._pools:
+            for profile in profiles:
+                rest = name.removeprefix(f"{pool}.{profile}.")
+                if rest != name and rest in bundles:
+                    return Lane(pool, profile, rest)
+        raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
+
+    async def answer(self, name: str) -> dict[str, Any]:
+        """The figures of a lane. Raises NotFound, QueueUnavailable."""
+        lane = self.find(name)
+        try:
+            await self._backlog.fresh(lane.pool, 0.0)
+            counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
+            items = sum(counts.values())
+            oldest = await self._broker.first_stored(topology.stream_name(lane.pool), subject=topology.lane_filter(lane)) if items else None
+            demand = await self._demand.is_wanted(lane)
+        except BrokerError as error:
+            raise QueueUnavailable("the broker could not be asked for the backlog") from error
+        traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
+        # where no gateway has sent lately, what is there was sent before: in messages of the usual size
+        cost = sum(count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items())
+        flows = [flow for each in traffic.values() for flow in each]
+        workers = self._fleet.of_lane(lane)
+        rates = [beat.rate for beat in workers if beat.rate]
+        return {
+            "lane": str(lane), "backlog_items": items, "backlog_cost": round(cost),
+            "oldest_age_s": round(max(0.0, self._now_s() - oldest.sent_s), 3) if oldest else 0.0,
+            "ready_workers": len(workers),
+            "wanted_replicas": wanted_replicas(
+                backlog_cost=cost + sum(flow.waiting for flow in flows), arriving=sum(flow.rate for flow in flows),
+                rate=sum(rates) / len(rates) if rates else 0.0, ready_workers=len(workers), demand=demand,
+            ),
+            "reserved": 0, "demand": int(demand),
+        }  # fmt: skip

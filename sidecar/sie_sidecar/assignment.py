@@ -1,0 +1,152 @@
+"""Which models this worker hosts, by the placement table of its lane, and what that means for its pulls.
+
+    KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it alone
+
+Without a table (no gateway ever wrote one) everything is pulled. A table that nobody confirmed for OLD_S while work waits means that no
+gateway is there: hosts stay hosts, and a worker that has a model loaded also takes work of it that waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+import msgspec
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Broker, Entry, Subscription
+from sie_contracts.messages import Placement
+from sie_contracts.topology import Lane
+
+OLD_S = 15.0
+AHEAD_AGAIN_S = 60.0  # a model that went after it was loaded ahead had to make room: not at once again
+
+Role = Literal["pull", "probe", "ahead", "none"]
+_ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
+_logger = logging.getLogger("sie.sidecar.assignment")
+
+
+def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
+    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand. `waits`: work of it waits in the stream
+    and no gateway is there to place it.
+
+    Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a host first that
+    has the model, if there is one, so that no work is locked up by a load elsewhere. The others load it without any work, then pull.
+    """
+    if worker not in hosts:
+        return "pull" if loaded and waits else "none"
+    if loaded:
+        return "pull"
+    if hosts[0] != worker:
+        return "ahead"
+    return "none" if held else "probe"
+
+
+class Assignment:
+    """The table of one lane as this worker knows it."""
+
+    def __init__(
+        self, broker: Broker, lane: Lane, worker: str, now_s: Callable[[], float], loaded: Callable[[str], bool],
+        held: Callable[[str], bool], on_change: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`now_s`: the broker's time. `loaded`, `held`: whether this worker has the model loaded, has work of it in hand. `on_change` is
+        called when the table has changed."""
+        self._broker = broker
+        self._lane = lane
+        self._worker = worker
+        self._now_s = now_s
+        self._loaded = loaded
+        self._held = held
+        self._on_change = on_change
+        self._watch: Subscription | None = None
+        self._waiting: frozenset[str] = frozenset()  # models with work at two looks in a row while the table was old
+        self._seen: frozenset[str] = frozenset()
+        self._consumers: dict[str, set[str]] = {}  # consumer name -> models that it may bring
+        self._ahead_s: dict[str, float] = {}
+        self.table: Placement | None = None
+
+    async def start(self) -> None:
+        """Read the table, and learn of each change. Raises BrokerError."""
+        bucket = await self._broker.key_value(topology.PLACEMENT_BUCKET)
+        entry = await bucket.get(topology.lane_key(self._lane))
+        if entry is not None:
+            await self._on_entry(entry)
+        self._watch = await bucket.watch(self._on_entry, entry.revision if entry else 0)
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            await self._watch.stop()
+
+    async def _on_entry(self, entry: Entry) -> None:
+        if entry.key != topology.lane_key(self._lane):
+            return
+        if entry.value is None:
+            self.table = None
+        else:
+            try:
+                self.table = messages.decode_placement(entry.value)
+            except msgspec.DecodeError as error:
+                _logger.error("the placement table could not be read, the one before stays: %s", error)
+                return
+        self._index()
+        self._on_change()
+
+    def _index(self) -> None:
+        """Which consumers bring work of the models that concern this worker."""
+        self._consumers = {}
+        mine = self.models() or ()
+        for model in {*mine, *self._waiting}:
+            for priority in get_args(messages.Priority):
+                for made in (topology.work_consumer, topology.slot_consumer):
+                    self._consumers.setdefault(made(self._lane, priority, model, 0.0).name, set()).add(model)
+        self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
+
+    def models(self) -> frozenset[str] | None:
+        """The models that this worker hosts; None while there is no table."""
+        if self.table is None:
+            return None
+        return frozenset(model for model, hosts in self.table.hosts.items() if self._worker in hosts)
+
+    def is_old(self) -> bool:
+        return self.table is not None and self._now_s() - self.table.at_s > OLD_S
+
+    def role(self, consumer: str) -> Role:
+        """What to do about the consumer of this name: the most that any of its models asks for."""
+        if self.table is None:
+            return "pull"
+        return max((self._of(model) for model in self._consumers.get(consumer, ())), key=_ORDER.__getitem__, default="none")
+
+    def _of(self, model: str) -> Role:
+        hosts = self.table.hosts.get(model, ()) if self.table else ()
+        loaded, held = self._loaded(model), self._held(model)
+        return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
+
+    def ahead(self) -> list[str]:
+        """The models to load now without waiting for work: hosted beside others, not loaded, not tried within AHEAD_AGAIN_S."""
+        if self.table is None or self.is_old():
+            return []
+        now_s = self._now_s()
+        due = (model for model in self.table.hosts if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S)
+        found = [model for model in due if self._of(model) == "ahead"]
+        self._ahead_s.update(dict.fromkeys(found, now_s))
+        return found
+
+    async def look(self, loaded: Iterable[str]) -> None:
+        """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises BrokerError."""
+        before, self._seen = self._seen, frozenset()
+        if self.is_old():
+            others = set(loaded) - (self.models() or frozenset())
+            stream = topology.stream_name(self._lane.pool)
+            counts = await self._broker.subject_counts(stream, topology.lane_filter(self._lane)) if others else {}
+            self._seen = frozenset(
+                model
+                for model in others
+                for subject in (topology.work_subject, topology.slot_subject)
+                if any(counts.get(subject(self._lane, priority, model)) for priority in get_args(messages.Priority))
+            )
+        waiting = before & self._seen
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._index()
+            self._on_change()

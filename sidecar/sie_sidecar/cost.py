@@ -1,0 +1,27 @@
+"""What an input costs of a batch's budget. The unit is one token on the device after truncation; other modalities are counted in it by
+convention, so that one budget bounds every batch. That attention costs the square of a length is not in here: `BatchNote` tells it.
+"""
+
+from __future__ import annotations
+
+
+def text(tokens: int, expanded: int = 0) -> int:
+    """A text: its tokens, special ones included, or as many as the model fills its row up to."""
+    return max(tokens, expanded)
+
+
+def pair(left: int, right: int, special: int = 0) -> int:
+    """Two texts that are read together: both sides and the special tokens around them."""
+    return left + right + special
+
+
+def image(tiles: int = 0) -> int:
+    """An image: 1, or the number of tiles where the model cuts it up."""
+    return max(1, tiles)
+
+
+def audio(samples: int, chunk_samples: int) -> int:
+    """Audio: the chunks of `chunk_samples` that hold it, at least one. Raises ValueError for a chunk without samples."""
+    if chunk_samples < 1:
+        raise ValueError(f"a chunk of {chunk_samples} samples")
+    return max(1, -(-samples // chunk_samples))

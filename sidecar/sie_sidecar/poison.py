@@ -1,0 +1,203 @@
+"""Inputs that ended adapters, known to every worker and over restarts. A content is known by its digest, never by its text.
+
+    an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
+                                                           └──► one dies again, alone: poison, refused before it runs
+
+The marks are in a bucket whose keys end after POISON_LIFETIME_S; every worker follows it. Without a broker a worker goes by its own marks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError, Entry, KeyValue, Subscription, Write, WrongRevision
+from sie_contracts.errors import InferenceFailed
+from sie_contracts.messages import WorkItem
+from sie_contracts.runtime.failpoints import failpoint
+from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
+
+POISON_DEATHS = 2
+MOST_MARKS = 1 << 16  # beyond it the oldest is forgotten, which costs one more death
+WRITES_AT_ONCE = 256  # a broker takes at most 1,000 in one batch
+PATIENCE_S = 2.0  # for the broker, before work goes on without it
+REOPEN_S = 2.0
+_logger = logging.getLogger("sie.sidecar.poison")
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of one content. `at_s` is the broker's time of its last death, `workers` where it died."""
+
+    model: str
+    deaths: int
+    at_s: float
+    workers: tuple[str, ...] = ()
+
+    @property
+    def is_poison(self) -> bool:
+        return self.deaths >= POISON_DEATHS
+
+
+_decode = msgspec.msgpack.Decoder(Mark).decode
+
+
+def content_keys(item: WorkItem) -> list[str]:
+    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query, options."""
+    common = hashlib.sha256(_encode((item.model, item.profile, item.revision, item.operation, item.query, item.options)))
+    keys = []
+    for each in item.inputs:
+        digest = common.copy()
+        digest.update(_encode(each))
+        keys.append(digest.hexdigest()[:32])
+    return keys
+
+
+def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
+    """The mark of a content that just ended an adapter, alone or with others."""
+    deaths, workers = (before.deaths, before.workers) if before else (0, ())
+    return Mark(model, min(deaths + 1, POISON_DEATHS), now_s, (*workers, worker)[-POISON_DEATHS:])
+
+
+def refusal() -> InferenceFailed:
+    return InferenceFailed("this input ended the inference process twice", reason="poison")
+
+
+class Marks:
+    """All marks that this worker knows. `now_s` is broker time."""
+
+    def __init__(self, broker: Broker, worker: str, now_s: Callable[[], float]) -> None:
+        self._broker = broker
+        self._worker = worker
+        self._now_s = now_s
+        self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()  # with the revision, 0 until the broker has it
+        self._models: Counter[str] = Counter()
+        self._bucket: KeyValue | None = None
+        self._watch: Subscription | None = None
+
+    async def open(self) -> None:
+        """Read all marks and follow the bucket. Raises BrokerError."""
+        bucket = await self._broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
+        entries = await bucket.entries()
+        for entry in entries:
+            await self._on_entry(entry)
+        self._watch = await bucket.watch(self._on_entry, max((entry.revision for entry in entries), default=0))
+        self._bucket = bucket
+
+    async def run(self) -> None:
+        """Open, and try again until it works."""
+        while self._bucket is None:
+            try:
+                await self.open()
+            except BrokerError as error:
+                _logger.warning("the marks of poison cannot be read yet: %s", error)
+                await asyncio.sleep(REOPEN_S)  # the gateway makes the bucket when it is back
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            await self._watch.stop()
+
+    def any_of(self, model: str) -> bool:
+        """Whether a content of this model is marked: what decides that contents are looked at, at no cost to all others."""
+        return self._models[model] > 0
+
+    def of(self, key: str) -> Mark | None:
+        """The mark of a content; one that is past its life is forgotten here."""
+        found = self._known.get(key)
+        if found is None:
+            return None
+        if self._now_s() - found[0].at_s >= POISON_LIFETIME_S:
+            self._forget(key)
+            return None
+        return found[0]
+
+    async def died(self, model: str, keys: Iterable[str]) -> None:
+        """These contents were being run when an adapter died: one death more for each of them.
+
+        The broker is told before this returns, or not within PATIENCE_S.
+        """
+        writes = []
+        for key in dict.fromkeys(keys):
+            before = self.of(key)
+            mark = after_death(before, model, self._worker, self._now_s())
+            revision = self._known[key][1] if before else 0
+            self._keep(key, mark, revision)
+            writes.append(Write(key, msgspec.msgpack.encode(mark), None if mark.is_poison else revision))
+        failpoint("poison.before_mark")
+        await self._write(writes)
+
+    async def suspected(self, model: str, keys: Iterable[str]) -> None:
+        """As `died`, for contents that were run together: none of them is judged by it, however often that happened."""
+        await self.died(model, [key for key in keys if self.of(key) is None])
+
+    async def clear(self, keys: Iterable[str]) -> None:
+        """These contents were answered."""
+        found = [(key, self._known[key]) for key in dict.fromkeys(keys) if key in self._known]
+        for key, _ in found:
+            self._forget(key)
+        await self._write([Write(key, None, revision) for key, (_, revision) in found if revision])
+
+    async def _write(self, writes: list[Write]) -> None:
+        if self._bucket is None or not writes:
+            return
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                for start in range(0, len(writes), WRITES_AT_ONCE):
+                    await self._write_some(self._bucket, writes[start : start + WRITES_AT_ONCE])
+        except (BrokerError, TimeoutError) as error:
+            _logger.warning("marks of poison were not written, other workers do not know of %d contents: %r", len(writes), error)
+
+    async def _write_some(self, bucket: KeyValue, writes: list[Write]) -> None:
+        """All at once; one by one where somebody else wrote some of them, who then knows as much as we do."""
+        try:
+            last = await bucket.write(writes)
+        except WrongRevision:
+            for write in writes:
+                try:
+                    self._written(write, await bucket.write([write]))
+                except WrongRevision:
+                    _logger.info("a mark was written by another worker meanwhile")
+        else:
+            for revision, write in enumerate(writes, last - len(writes) + 1):
+                self._written(write, revision)
+
+    def _written(self, write: Write, revision: int) -> None:
+        found = self._known.get(write.key)
+        if found is not None and write.value is not None and found[1] < revision:
+            self._known[write.key] = (found[0], revision)
+
+    async def _on_entry(self, entry: Entry) -> None:
+        found = self._known.get(entry.key)
+        if found is not None and found[1] >= entry.revision:
+            return
+        if entry.value is None:
+            if found is not None and found[1]:
+                self._forget(entry.key)
+            return
+        try:
+            mark = _decode(entry.value)
+        except msgspec.DecodeError as error:
+            _logger.error("%s: key %s is no mark of poison: %s", topology.POISON_BUCKET, entry.key, error)
+            return
+        if found is None or found[0].deaths <= mark.deaths:
+            self._keep(entry.key, mark, entry.revision)
+
+    def _keep(self, key: str, mark: Mark, revision: int) -> None:
+        self._forget(key)
+        self._known[key] = (mark, revision)
+        self._models[mark.model] += 1
+        if len(self._known) > MOST_MARKS:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, key: str) -> None:
+        found = self._known.pop(key, None)
+        if found is not None:
+            self._models[found[0].model] -= 1
+            if not self._models[found[0].model]:
+                del self._models[found[0].model]

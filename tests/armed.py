@@ -1,0 +1,317 @@
+"""Every failpoint of the product, what a test arms it with, and the cluster in which that happens.
+
+    Places: process started with --failpoints ──► whatever reaches the place ──► it died, failed or stood still there ──► started again
+
+The supervisor of these tests is `Field.supervise`: what is dead starts again, unarmed, as under `sie serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import httpx
+import numpy as np
+import psutil
+from cluster import until
+from fake_adapter import TOKENIZER, vector_of
+from stack import Device, Part, Plan, Role, Stack
+from tokenizers import Tokenizer
+
+from sie_contracts import ipc, topology
+from sie_contracts.broker import Broker
+from sie_contracts.broker.nats import connect
+from sie_contracts.errors import SIEError
+from sie_contracts.runtime.failpoints import CRASHED
+from sie_contracts.topology import Lane
+
+T = TypeVar("T")
+Action = Literal["crash", "error", "stop"]
+LANE = Lane("_default", "cpu", "default")
+POOL = LANE.pool
+WARM = "toy/warm"
+COLD = [f"toy/cold-{number}" for number in range(8)]
+DEADLY = "the end of it"
+ACK_WAIT_S = 3
+BUDGET_S = 10.0
+SHORT_S = 1.5  # the budget of a request whose gateway dies: its results are offered for that long
+GRACE_S = 1.0  # that an answer may be late
+BACK_S = 60.0  # for a process to be there again, imports of torch included, on a busy machine
+INLINE_BYTES = 128 << 10
+BIG_ITEMS = 14_500  # whose results, 76 bytes each, pass the 1 MiB of one message
+MAX_TOKENS = 512
+_tokenizer = Tokenizer.from_buffer(TOKENIZER)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A failpoint of the process `role`, reached by `scenario`.
+
+    `runs`: how often the device may run the input of a single request. `long`: it takes so long that it is outside CI.
+    """
+
+    role: Role
+    scenario: str
+    action: Action = "crash"
+    runs: int | None = None
+    long: bool = False
+
+
+# in the order of their processes, so that neighbours need the same ones
+PLACES: dict[str, Place] = {
+    # nothing of the request is in the queue: it runs once, when it is sent again
+    "gateway.before_publish": Place("gateway", "one_request", "error", runs=1),
+    "queue.before_publish": Place("gateway", "one_request", runs=1),
+    # it is in the queue, and its client has to send it again
+    "queue.published": Place("gateway", "one_request", runs=2),
+    "gateway.published": Place("gateway", "one_request", runs=2),
+    "gateway.consumer_ensured": Place("gateway", "one_request", runs=2),
+    "inbox.before_confirm": Place("gateway", "one_request", "stop", runs=1),
+    "inbox.assembled": Place("gateway", "big_result", "error"),
+    "gateway.before_withdraw": Place("gateway", "given_up"),
+    "queue.before_cancel": Place("gateway", "given_up"),
+    "attach.left": Place("gateway", "client_leaves", "error"),
+    "gateway.before_demand": Place("gateway", "cold_model"),
+    "gateway.before_placement": Place("gateway", "cold_model"),
+    "gateway.placement_written": Place("gateway", "cold_model"),
+    "gateway.duty_held": Place("gateway", "duty"),
+    "gateway.consumer_deleted": Place("gateway", "consumer_at_rest"),
+    "payloads.before_put": Place("gateway", "large_input"),
+    "payloads.after_put": Place("gateway", "large_input"),
+    "payloads.before_removal": Place("gateway", "old_payload"),
+    "payloads.before_get": Place("sidecar", "large_input", "error"),
+    "settlement.before_result": Place("sidecar", "one_request", runs=2),
+    "settlement.before_ack": Place("sidecar", "one_request", runs=2),
+    "settlement.between_parts": Place("sidecar", "big_result"),
+    "ledger.before_release": Place("sidecar", "work_left_over"),
+    "sidecar.before_admission": Place("sidecar", "admission"),
+    "worker.before_cancelled_ack": Place("sidecar", "cancelled"),
+    "deadletter.before_publish": Place("sidecar", "unreadable_work"),
+    "deadletter.published": Place("sidecar", "unreadable_work"),
+    "poison.before_mark": Place("sidecar", "poison"),
+    "worker.suspects_marked": Place("sidecar", "poison"),
+    "trial.before_run": Place("sidecar", "poison"),
+    "worker.before_hand_back": Place("sidecar", "drain_in_vain", long=True),
+    "config.before_write": Place("config", "new_model"),
+    "config.before_broadcast": Place("config", "new_model"),
+    "adapter.before_load": Place("adapter", "real_adapter", long=True),
+    "adapter.loaded": Place("adapter", "real_adapter", long=True),
+    "adapter.batch_started": Place("adapter", "real_adapter", "error", long=True),
+    "adapter.batch_ran": Place("adapter", "real_adapter"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got. `status` 0: no answer, as when its gateway died or the client went away."""
+
+    status: int
+    body: dict[str, Any]
+    taken_s: float
+
+    @property
+    def error(self) -> tuple[str, str]:
+        """Code and reason."""
+        error = self.body["error"]
+        return error["code"], error.get("reason", "")
+
+
+def vector(text: str) -> np.ndarray:
+    """What the fixed-cost adapter answers to a text, cut as its sidecar cuts it."""
+    ids = _tokenizer.encode(text).ids
+    return vector_of([*ids[: MAX_TOKENS - 1], ids[-1]] if len(ids) > MAX_TOKENS else ids)
+
+
+def codes() -> set[str]:
+    """The documented error codes."""
+    found, classes = set(), [SIEError]
+    while classes:
+        each = classes.pop()
+        classes += each.__subclasses__()
+        found.add(each.code)
+    return found
+
+
+class Field:
+    """A broker, a config service, a gateway and a worker whose adapter is a clock, one of them armed at a time."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.worker = stack.workers[0]
+        self.parts: dict[Role, Part] = {
+            "gateway": stack.gateways[0], "sidecar": self.worker.sidecar, "adapter": self.worker.adapter, "config": stack.config,
+        }  # fmt: skip
+        self.payloads = stack.folder / "payloads"
+        self._clients = ThreadPoolExecutor(16)
+        self._expected: dict[str, np.ndarray] = {}
+        self._armed: set[Role] = set()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def running(folder: Path, device: Device | None = Device(deadly=DEADLY)) -> Iterator[Field]:  # noqa: B008  frozen
+        environ = {
+            "SIE_PAYLOAD_STORE_URL": str(folder / "payloads"), "SIE_INLINE_PAYLOAD_BYTES": str(INLINE_BYTES), "SIE_CHUNK_COST": "1000000",
+            "SIE_MAX_ITEMS_PER_REQUEST": str(BIG_ITEMS), "SIE_ACK_WAIT_S": str(ACK_WAIT_S), "SIE_KEY_WINDOW_TOKENS": "4000000",
+        }  # fmt: skip
+        if device is not None:
+            environ["SIE_PRELOAD_MODELS"] = WARM
+        with Stack(folder, Plan([WARM, *COLD], workers=(device,), environ=environ, preload=device is None)) as stack:
+            field = Field(stack)
+            try:
+                yield field
+            finally:
+                field.close()
+
+    def close(self) -> None:
+        self._clients.shutdown(wait=False, cancel_futures=True)
+
+    # processes
+
+    def arm(self, name: str, action: Action, role: Role, *arguments: str) -> Part:
+        """Start a process again with a failpoint armed, without waiting until it is ready: it may die before."""
+        part = self.parts[role]
+        part.stop()
+        self._armed.add(role)
+        part.start("--failpoints", f"{name}={action}", *arguments)
+        return part
+
+    def restore(self) -> None:
+        """All as it was, also after a test that failed: everything runs, ready and unarmed."""
+        for role, part in self.parts.items():
+            if part.paused and part.alive:
+                part.resume()
+            if role in self._armed:
+                part.stop()
+        self._armed.clear()
+        self.back()
+
+    def reached(self, name: str, action: Action, part: Part) -> None:
+        """Wait until the process did what it was armed for, and start it again where that ended it."""
+        if action == "error":
+            self._within(lambda: any(f"FailpointError: {name}" in line for line in part.log), f"{part.name} fails at {name}")
+        elif action == "stop":
+            self._within(lambda: psutil.Process(part.pid).status() == psutil.STATUS_STOPPED, f"{part.name} stands still at {name}")
+            os.kill(part.pid, signal.SIGCONT)
+        else:
+            self._within(lambda: not part.alive, f"{part.name} dies at {name}")
+            assert part.status == CRASHED, f"status {part.status}\n{self.stack.log()}"
+            if self.worker.adapter.paused:
+                self.worker.adapter.resume()
+            self.back()
+        self._armed.discard(part.role)
+
+    def _within(self, condition: Callable[[], object], what: str, timeout_s: float = BACK_S) -> None:
+        try:
+            until(condition, timeout_s, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.stack.log()}") from None
+
+    def supervise(self, until_true: Callable[[], object], timeout_s: float, what: str) -> None:
+        """Start again what died until something is so."""
+
+        def look() -> object:
+            for part in self.parts.values():
+                if not part.alive:
+                    part.start()
+            return until_true()
+
+        self._within(look, what, timeout_s)
+
+    def back(self) -> None:
+        """Everything that is dead is started and ready."""
+        for part in self.parts.values():
+            if not part.alive:
+                part.start()
+        for part in self.parts.values():
+            part.wait_ready(BACK_S)
+
+    # requests
+
+    def ask(
+        self, *texts: str, model: str = WARM, budget_s: float = BUDGET_S, leave_s: float | None = None
+    ) -> Future[Answer]:
+        """One request from a client of its own, which goes away after `leave_s`. A result is checked; an error must be typed."""
+
+        def run() -> Answer:
+            started_s = time.monotonic()
+            url, headers = f"{self.stack.urls[0]}/v1/encode/{model}", {"X-SIE-Timeout-Ms": str(int(budget_s * 1000))}
+            try:
+                got = httpx.post(url, json={"items": texts}, headers=headers, timeout=leave_s or budget_s + 20, trust_env=False)
+            except httpx.TransportError:
+                return Answer(0, {}, time.monotonic() - started_s)
+            answer = Answer(got.status_code, got.json(), time.monotonic() - started_s)
+            assert answer.taken_s <= budget_s + GRACE_S, f"an answer of budget {budget_s} s took {answer.taken_s:.2f} s"
+            if answer.status != 200:
+                assert answer.error[0] in codes(), answer.body
+            else:
+                self.check(model, texts, answer)
+            return answer
+
+        return self._clients.submit(run)
+
+    def check(self, model: str, texts: Sequence[str], answer: Answer) -> None:
+        expected = [vector(text) if model.startswith("toy/") else self._expected[text] for text in texts]
+        np.testing.assert_allclose([slot["dense"]["values"] for slot in answer.body["items"]], expected, atol=1e-5)
+
+    def learn(self, model: str, text: str) -> None:
+        """Take what the unarmed adapter answers for right."""
+        answer = httpx.post(f"{self.stack.urls[0]}/v1/encode/{model}", json={"items": [text]}, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        self._expected[text] = np.array(answer.json()["items"][0]["dense"]["values"])
+
+    def right(self, *texts: str, model: str = WARM) -> Answer:
+        """A client that retries gets its result: of what was tried before nothing is in the way."""
+        answer = self.ask(*texts, model=model).result()
+        assert answer.status == 200, answer.body
+        return answer
+
+    # what is left
+
+    def batches(self) -> int:
+        """That the adapter's process has taken."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.stack.folder / "w0.sock"))
+            connection.sendall(ipc.frame(ipc.Ping()))
+            pong = ipc.reply(bytes(ipc.receive_frame(connection)))
+        assert isinstance(pong, ipc.Pong)
+        return pong.batches
+
+    def stream(self, name: str) -> dict[str, Any]:
+        """State of a stream and of its consumers, by the broker's monitor."""
+        found = httpx.get(f"{self.stack.monitor_urls[0]}/jsz?streams=true&consumers=true", timeout=5, trust_env=False).json()
+        streams = {each["name"]: each for account in found["account_details"] for each in account["stream_detail"]}
+        return streams.get(name, {"state": {"messages": 0}})
+
+    def waiting(self) -> int:
+        """Messages of the work stream, leased ones included."""
+        return int(self.stream(topology.stream_name(POOL))["state"]["messages"])
+
+    def leased(self) -> int:
+        consumers = self.stream(topology.stream_name(POOL)).get("consumer_detail") or []
+        return sum(each["num_ack_pending"] for each in consumers)
+
+    def letters(self) -> int:
+        return int(self.stream(topology.dead_letter_stream(POOL, storage="file", replicas=1).name)["state"]["messages"])
+
+    def settled(self) -> None:
+        """Nothing is left in the queue, whatever died."""
+        self.supervise(lambda: not self.waiting(), BUDGET_S + ACK_WAIT_S + GRACE_S, "the work stream is empty")
+
+    def with_broker(self, body: Callable[[Broker], Awaitable[T]]) -> T:
+        async def run() -> T:
+            broker = await connect(self.stack.broker_urls, name="test")
+            try:
+                return await body(broker)
+            finally:
+                await broker.close()
+
+        return asyncio.run(run())

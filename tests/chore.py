@@ -1,0 +1,51 @@
+"""What a gateway does every hour, done now by a process of its own: consumers at rest are deleted, old payloads removed.
+
+    python tests/chore.py consumers nats://127.0.0.1:4222 --failpoints gateway.consumer_deleted=crash
+    python tests/chore.py payloads /folder/payloads --failpoints payloads.before_removal=crash
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from inprocess import settings_of
+
+from sie_contracts.broker.nats import connect
+from sie_contracts.payloads import open_store
+from sie_contracts.runtime import failpoints
+from sie_gateway.consumers import Consumers
+
+OLD_S = 3600.0
+
+
+async def consumers(url: str) -> int:
+    """Delete those of the default pool that are at rest at this moment."""
+    broker = await connect(url, name="chore")
+    try:
+        found = Consumers(broker, settings_of(SIE_ACK_WAIT_S="3"), idle_s=0.0)
+        stream = await found.follow("_default")
+        return await stream.sweep(3.0)
+    finally:
+        await broker.close()
+
+
+async def payloads(folder: str) -> int:
+    store = open_store(folder)
+    assert store is not None
+    return await store.sweep(older_than_s=OLD_S, now_s=time.time(), timeout_s=10.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chore", choices=["consumers", "payloads"])
+    parser.add_argument("where")
+    parser.add_argument("--failpoints", default="")
+    options = parser.parse_args()
+    failpoints.arm(options.failpoints)
+    print(asyncio.run({"consumers": consumers, "payloads": payloads}[options.chore](options.where)))
+
+
+if __name__ == "__main__":
+    main()

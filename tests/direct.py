@@ -1,0 +1,123 @@
+"""A sidecar without a gateway: work items into the broker in memory, results out of it, and an adapter that some inputs end.
+
+    test ──publish──► MemoryServer ──► sidecar ──Unix socket──► DeadlyAdapter
+                           ▲ results ──────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
+from inprocess import WAIT_S, InProcess, until
+from numpy.typing import NDArray
+
+from sie_contracts import ipc, messages, topology
+from sie_contracts.broker import Broker, CoreMessage
+from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.topology import Lane
+
+ENTRY = toy_entry()
+
+
+class DeadlyAdapter(FakeAdapter):
+    """Dies of every batch that holds one of `deadly`, after it said that it began, and is back at once. `deaths` holds their texts."""
+
+    def __init__(self, path: Path | str, *deadly: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.deadly = set(deadly)
+        self.deaths: list[list[str]] = []
+        self._dying: set[asyncio.Task[None]] = set()
+
+    async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
+        texts = texts_of(batch)
+        if batch.model not in self.loaded or not self.deadly.intersection(texts):
+            await super()._run(batch, writer)
+            return
+        self.batches.append(batch)
+        self.deaths.append(texts)
+        await self._send(writer, ipc.BatchStarted(batch.batch))
+        task = asyncio.get_running_loop().create_task(self.die(), name="death")
+        self._dying.add(task)
+        task.add_done_callback(self._dying.discard)
+        await asyncio.Event().wait()  # until the connection goes
+
+
+class Direct(InProcess):
+    """`publish` is the gateway's part of sending, `results` of collecting."""
+
+    lane = Lane("_default", "_default", "default")
+
+    async def __aenter__(self) -> Direct:
+        await super().__aenter__()
+        self.results: dict[tuple[str, int], WorkResult] = {}
+        self.broker: Broker = self.server.connect("gateway")
+        self.stream = topology.work_stream("_default", storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
+        await self.broker.ensure_stream(topology.dead_letter_stream("_default", storage="file", replicas=1), owner=True)
+        await self.broker.ensure_stream(self.stream, owner=True)
+        await self.broker.ensure_consumer(topology.work_consumer(self.lane, "interactive", ENTRY.id, 10.0))
+        await self.broker.subscribe("inbox", self._on_result)
+        self.sent = 0
+        return self
+
+    async def close(self) -> None:
+        await super().close()
+        await self.broker.close()
+
+    async def deadly(self, *texts: str, **options: Any) -> DeadlyAdapter:
+        """An adapter that these texts end."""
+        adapter = DeadlyAdapter(self.folder / "deadly.sock", *texts, **options)
+        await adapter.start()
+        self.adapters.append(adapter)
+        return adapter
+
+    async def _on_result(self, message: CoreMessage) -> None:
+        result = messages.decode_result(message.data)
+        verdict = "duplicate" if (result.request, result.chunk) in self.results else "taken"
+        self.results.setdefault((result.request, result.chunk), result)
+        await self.broker.send(message.reply, messages.encode(Confirmation(verdict)))  # type: ignore[arg-type]
+
+    async def publish(self, *texts: str, request: str = "", chunk: int = 0, budget_ms: int = 60_000, **more: Any) -> WorkItem:
+        self.sent += 1
+        item = WorkItem(
+            request or f"r{self.sent}", chunk, ENTRY.id, ENTRY.revision, "encode", tuple(map(Input, texts)), RunOptions(), "inbox",
+            budget_ms, cost=sum(len(text) + 2 for text in texts), **more,
+        )  # fmt: skip
+        subject = topology.work_subject(self.lane, "interactive", ENTRY.id)
+        await self.broker.publish(subject, messages.encode(item), f"{item.request}.{chunk}")
+        return item
+
+    async def result(self, item: WorkItem, timeout_s: float = WAIT_S) -> WorkResult:
+        key = (item.request, item.chunk)
+        await until(lambda: key in self.results, f"a result of {key}", timeout_s)
+        return self.results[key]
+
+    async def left(self, count: int) -> None:
+        """Wait until the stream of work holds so many messages."""
+        await until(lambda: self.server.streams[self.stream.name].state().messages == count, f"{count} messages left")
+
+    async def letters(self) -> list[messages.DeadLetter]:
+        found, sequence = [], 0
+        while (stored := await self.broker.first_stored("DEAD__default", sequence)) is not None:
+            found.append(messages.decode_dead_letter(stored.data))
+            sequence = stored.sequence + 1
+        return found
+
+
+def vector(result: WorkResult, index: int) -> NDArray[np.float32]:
+    outcome = result.outcomes[index]
+    assert isinstance(outcome, Ok), outcome
+    piece = outcome.outputs["dense"]
+    return np.frombuffer(result.block, piece.dtype, piece.shape[0], piece.offset)
+
+
+def is_right(result: WorkResult, item: WorkItem, index: int) -> bool:
+    return bool(np.array_equal(vector(result, index), vector_of(ids_of(item.inputs[index].text or ""))))
+
+
+def reasons(result: WorkResult) -> list[str]:
+    """Of each outcome the code and reason of its error, empty for a value."""
+    return [f"{one.error.code} {one.error.reason}".strip() if isinstance(one, Failed) else "" for one in result.outcomes]

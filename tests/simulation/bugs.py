@@ -1,0 +1,184 @@
+"""Bugs to plant, each a small change of one function: a simulation that does not find them proves nothing.
+
+`seeds` is how many seeds, from the first on, find it at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+from simulation.network import Connection
+
+import sie_gateway.inbox
+import sie_gateway.reply
+import sie_sidecar.lease
+import sie_sidecar.process
+import sie_sidecar.settlement
+import sie_sidecar.worker
+from sie_contracts import messages
+from sie_contracts.broker import BrokerError
+
+
+class Bug(NamedTuple):
+    plant: Callable[[], AbstractContextManager[Any]]
+    seeds: int
+    finds: str  # a part of what is reported
+
+
+def _around(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
+    return mock.patch.object(owner, name, change(getattr(owner, name)))
+
+
+def _acked_before_confirmed() -> AbstractContextManager[Any]:
+    async def answer(self: Any, lease: Any, item: Any, result: Any, *_: Any, **__: Any) -> None:
+        await self._leases.finish(lease)
+        with contextlib.suppress(BrokerError):
+            await self._broker.request(item.reply, messages.encode(result), 2.0)
+
+    return mock.patch.object(sie_sidecar.settlement.Settlement, "answer", answer)
+
+
+def _no_fence() -> AbstractContextManager[Any]:
+    return mock.patch.object(sie_sidecar.lease.Leases, "left_s", return_value=60.0)
+
+
+def _never_renewed() -> AbstractContextManager[Any]:
+    async def renew_all(self: Any) -> None:
+        """Nothing."""
+
+    return mock.patch.object(sie_sidecar.lease.Leases, "renew_all", renew_all)
+
+
+def _another_chunk() -> AbstractContextManager[Any]:
+    """Whatever comes is taken for the next chunk that is missing."""
+
+    def change(offer: Any) -> Any:
+        def offered(self: Any, result: Any) -> Any:
+            free = next((place for place, have in enumerate(self.results) if have is None), result.chunk)
+            return offer(self, msgspec.structs.replace(result, chunk=free))
+
+        return offered
+
+    return _around(sie_gateway.inbox.Collector, "offer", change)
+
+
+def _new_message_id() -> AbstractContextManager[Any]:
+    """A retry of a publish is another message to the broker."""
+    numbers = itertools.count()
+
+    def change(publish: Any) -> Any:
+        async def published(self: Any, subject: str, data: bytes, message_id: str, *more: Any, **named: Any) -> Any:
+            return await publish(self, subject, data, f"{message_id}.{next(numbers)}", *more, **named)
+
+        return published
+
+    return _around(Connection, "publish", change)
+
+
+def _limits(**changed: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """A scheduler that works with other limits than those that were set."""
+
+    def change(limits_of: Any) -> Any:
+        def limits(*args: Any) -> Any:
+            found = limits_of(*args)
+            return dataclasses.replace(found, **{name: of(getattr(found, name)) for name, of in changed.items()})
+
+        return limits
+
+    return lambda: _around(sie_sidecar.process, "limits_of", change)
+
+
+def _together() -> AbstractContextManager[Any]:
+    """What was in a batch that ended an adapter runs with others again."""
+
+    async def suspect(self: Any, jobs: Any) -> None:
+        self._again(jobs)
+
+    return mock.patch.object(sie_sidecar.worker.Worker, "_suspect", suspect)
+
+
+def _slots_reversed() -> AbstractContextManager[Any]:
+    def change(placed: Any) -> Any:
+        return lambda count, results, places: placed(count, results, [list(reversed(positions)) for positions in places])
+
+    return _around(sie_gateway.reply, "placed", change)
+
+
+def _permit_leaked() -> AbstractContextManager[Any]:
+    """The place of a batch that was lost with its adapter is never given back."""
+
+    def change(on_gone: Any) -> Any:
+        def gone(self: Any, *args: Any, **more: Any) -> Any:
+            self._sent += 1
+            return on_gone(self, *args, **more)
+
+        return gone
+
+    return _around(sie_sidecar.worker.Worker, "_on_gone", change)
+
+
+def _loras_mixed() -> AbstractContextManager[Any]:
+    def change(job: Any) -> Any:
+        def mixed(self: Any, *args: Any) -> Any:
+            found = job(self, *args)
+            return dataclasses.replace(found, key=found.key._replace(lora=""))
+
+        return mixed
+
+    return _around(sie_sidecar.worker.Worker, "_job", change)
+
+
+def _collector_kept() -> AbstractContextManager[Any]:
+    return mock.patch.object(sie_gateway.inbox.Inbox, "close", return_value=None)
+
+
+def _deadline_ignored() -> AbstractContextManager[Any]:
+    def change(wait: Any) -> Any:
+        async def waited(self: Any, timeout_s: float) -> Any:
+            return await wait(self, timeout_s + 5.0)
+
+        return waited
+
+    return _around(sie_gateway.inbox.Collector, "wait", change)
+
+
+def _held_cost_kept() -> AbstractContextManager[Any]:
+    """An item that waits no longer still counts as one token."""
+
+    def change(count: Any) -> Any:
+        return lambda self, held, cost: count(self, held, cost or 1)
+
+    return _around(sie_sidecar.worker.Worker, "_count", change)
+
+
+BUGS: dict[str, Bug] = {
+    "the message is acked before its result is confirmed": Bug(_acked_before_confirmed, 40, "GATEWAY_TIMEOUT"),
+    "a late error is not fenced": Bug(_no_fence, 42, "sent an error"),
+    "leases are not renewed": Bug(_never_renewed, 20, "was delivered again"),
+    "a result of another chunk is accepted": Bug(_another_chunk, 10, "not the vector"),
+    "a publish is repeated under a new message id": Bug(_new_message_id, 20, "in the stream twice"),
+    "the cost budget of a batch is ignored": Bug(_limits(cost=lambda cost: 4 * cost), 10, "the budget is"),
+    "a batch has too many work items": Bug(_limits(requests=lambda requests: 4 * requests), 10, "the limit is"),
+    "bulk work is overtaken without end": Bug(_limits(bulk_max_overtakes=lambda most: 10**6), 20, "was overtaken"),
+    "work waits before an idle device": Bug(_limits(wait_s=lambda wait_s: wait_s + 1.0), 40, "before an idle device"),
+    "suspects run with others": Bug(_together, 40, "ended an adapter, and others"),
+    "slots are in the wrong order": Bug(_slots_reversed, 5, "not the vector"),
+    "the permit of a lost batch is kept": Bug(_permit_leaked, 40, ""),
+    "LoRAs share a batch": Bug(_loras_mixed, 10, "not the vector"),
+    "a collector stays open": Bug(_collector_kept, 3, "open collectors"),
+    "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for"),
+    "held cost is not given back": Bug(_held_cost_kept, 3, "held cost"),
+}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    with BUGS[name].plant():
+        yield

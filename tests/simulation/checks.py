@@ -1,0 +1,219 @@
+"""What must hold in every run, whatever went wrong: of answers, of batches, of waiting work, and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+from fake_adapter import vector_of
+from simulation.adapter import Adapter, rows_of
+from simulation.virtual import SCOPE
+
+import sie_sidecar.worker
+from sie_contracts import ipc
+from sie_sidecar.batch import Batch
+
+if TYPE_CHECKING:
+    from simulation.clients import Answered, Asked
+    from simulation.world import Process, World
+
+GRACE_S = 1.0  # past its deadline nothing is open
+IDLE_S = 0.05  # how long a device may have nothing to do while work is past its bound: some round trips
+MARK_S = 2.1  # the same while a suspect has the device: its mark is written to a broker that may be away
+MOST_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
+MOST_HELD = 512  # entries of any map or queue of a process
+FIXED = {("Ledger", "_free")}  # of one size from the start
+# What may keep a patient request from its answer: refusals that say so at once, and what the plan of the seed breaks for good.
+REFUSED = frozenset({"QUEUE_FULL", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN", "PROVISIONING", "MODEL_LOADING", "LORA_LOADING"})
+
+
+class Checks:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.answers: Counter[str] = Counter()
+        self._overtakes: dict[int, int] = defaultdict(int)
+        self._skipped: dict[int, int] = defaultdict(int)
+        self._idle_s: dict[str, float] = {}  # since when a worker has due work and a free device
+
+    # answers
+
+    def on_answer(self, index: int, asked: Asked, answer: Answered) -> None:
+        world = self._world
+        self.answers[answer.code or str(answer.status)] += 1
+        if answer.took_s > asked.budget_s + GRACE_S:
+            world.violate(f"request {index} was open for {answer.took_s:.2f} s, its budget was {asked.budget_s} s")
+        if answer.left:
+            return
+        if answer.status == 0:
+            if not world.gateway_crashes and answer.code == "closed":
+                world.violate(f"request {index} was closed without an answer, and no gateway died")
+            return
+        poisoned = any(world.ids(text) in world.faults.poison for text in asked.texts)
+        if answer.status != 200:
+            self._check_error(index, asked, answer.code, str(answer.body.get("error", {}).get("reason", "")), poisoned)
+            return
+        slots = answer.body.get("items", [])
+        if len(slots) != len(asked.texts):
+            world.violate(f"request {index} has {len(asked.texts)} inputs and {len(slots)} slots")
+            return
+        for place, (text, slot) in enumerate(zip(asked.texts, slots, strict=True)):
+            if "error" in slot:
+                self._check_error(index, asked, slot["error"]["code"], str(slot["error"].get("reason", "")), poisoned)
+                continue
+            ids = world.ids(text)
+            if ids in world.faults.poison:
+                world.violate(f"request {index} slot {place}: poison was answered")
+            wanted = vector_of(np.frombuffer(ids, "<i4"), asked.lora)
+            if not np.array_equal(np.array(slot["dense"]["values"], np.float32), wanted):
+                world.violate(f"request {index} slot {place}: this is not the vector of its text")
+
+    def _check_error(self, index: int, asked: Asked, code: str, reason: str, poisoned: bool) -> None:
+        world = self._world
+        if code == "INTERNAL_ERROR":
+            world.violate(f"request {index} ended in INTERNAL_ERROR")
+        elif code == "INFERENCE_ERROR" and reason == "poison":
+            if not poisoned and sum(adapter.deaths for adapter in world.adapters) < 2:
+                world.violate(f"request {index} is called poison and is not")
+        elif asked.patient and code not in REFUSED and not (code == "MODEL_LOAD_FAILED" and world.loads_fail):
+            world.violate(f"request {index} had {asked.budget_s} s and ended in {code} {reason}")
+
+    # batches
+
+    def on_batch(self, adapter: Adapter, batch: ipc.RunBatch) -> None:
+        """As the adapter receives it."""
+        world = self._world
+        worker = next((process for process in world.workers if process.adapter is adapter), None)
+        if worker is None:
+            return
+        settings, tokens = worker.settings, len(batch.ids) // 4
+        world.log("batch", f"{batch.batch} at {adapter.name}: {batch.model} {batch.lora} {len(batch.groups)} items, {tokens} tokens")
+        if len(batch.groups) > 1:
+            if tokens > settings.max_batch_cost:
+                world.violate(f"batch {batch.batch} has {tokens} tokens, the budget is {settings.max_batch_cost}")
+            if adapter.suspects.intersection(rows_of(batch)):
+                world.violate(f"batch {batch.batch} has an input that was in a batch that ended an adapter, and others")
+        if len(batch.groups) > settings.batcher_max_batch_requests:
+            world.violate(f"batch {batch.batch} has {len(batch.groups)} work items, the limit is {settings.batcher_max_batch_requests}")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within: each decision of a scheduler is looked at."""
+        core = sie_sidecar.worker.batches
+        decide = core.next_batch
+
+        def watched(waiting: Any, *args: Any, **more: Any) -> Any:
+            decision = decide(waiting, *args, **more)
+            if isinstance(decision, Batch):
+                self._on_decision(waiting, decision)
+            return decision
+
+        with mock.patch.object(core, "next_batch", watched):
+            yield
+
+    def _on_decision(self, waiting: Any, batch: Any) -> None:
+        """Interactive work overtakes bulk work so many times; nobody is passed over for ever."""
+        world, left = self._world, list(waiting)
+        worker = world.process_of(SCOPE.get())
+        if worker is None:
+            return
+        most = worker.settings.bulk_max_overtakes
+        first = batch.jobs[0]
+        if first.bulk or not any(job.bulk for job in left):
+            self._overtakes[id(waiting)] = 0
+        else:
+            self._overtakes[id(waiting)] += 1
+            if most and self._overtakes[id(waiting)] > most:
+                world.violate(f"{worker.scope.name}: bulk work was overtaken {self._overtakes[id(waiting)]} times, the limit is {most}")
+        newest_s = min(job.arrived_s for job in batch.jobs)
+        for job in left:
+            if job.bulk == first.bulk and job.arrived_s < newest_s:
+                self._skipped[id(job)] += 1
+                if self._skipped[id(job)] == MOST_SKIPPED:
+                    world.violate(f"{worker.scope.name}: a work item was passed over {MOST_SKIPPED} times")
+
+    # waiting
+
+    def on_jump(self) -> None:
+        """Nothing is left to do at this moment: work that is due and a device that is free must not be there together."""
+        world, now_s = self._world, self._world.loop.now_s
+        for process in world.workers:
+            worker, adapter = process.part, process.adapter
+            if worker is None or adapter is None or process.scope.dead:
+                continue
+            waiting = worker._waiting
+            if not waiting:
+                self._idle_s.pop(process.scope.name, None)
+                continue
+            link = worker._link
+            bound_s = process.settings.batcher_coalesce_ms / 1000
+            is_free = link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
+            if is_free and now_s > min(job.arrived_s for job in waiting) + bound_s:
+                since_s = self._idle_s.setdefault(process.scope.name, now_s)
+                most_s = MARK_S if worker._trials.holds_device else IDLE_S
+                if now_s > since_s + most_s:
+                    self._idle_s[process.scope.name] = math.inf  # told once
+                    world.violate(f"{process.scope.name}: work is due for more than {most_s} s before an idle device")
+            else:
+                self._idle_s.pop(process.scope.name, None)
+
+    # the end
+
+    def left(self) -> str:
+        """What is still in somebody's hands, or nothing."""
+        world = self._world
+        streams = world.network.server.streams.items()
+        found = [f"{len(stream.messages)} messages in {name}" for name, stream in streams if name.startswith("WORK_") and stream.messages]
+        found += [f"{len(process.part.leases)} leases of {process.scope.name}" for process in world.workers if len(process.part.leases)]
+        found += [
+            f"{process.part.inference.in_progress} requests of {process.scope.name}"
+            for process in world.gateways
+            if process.part is not None and process.part.inference.in_progress
+        ]
+        return ", ".join(found)
+
+    def at_rest(self) -> None:
+        """Everything that was lent is back."""
+        for process in self._world.workers:
+            worker = process.part
+            self._expect(process, "held cost", worker._held_cost)
+            self._expect(process, "batches sent", worker._sent)
+            self._expect(process, "work items waiting", len(worker._waiting))
+            for hosted in worker.hosting.all():
+                self._expect(process, f"work held for {hosted.name}", hosted.held)
+                self._expect(process, f"work parked for {hosted.name}", hosted.parked)
+        for process in self._world.gateways:
+            self._expect(process, "open collectors", len(process.part.inference._inbox))
+        for process in (*self._world.workers, *self._world.gateways):
+            self._bounded(process)
+
+    def _expect(self, process: Process, what: str, found: int) -> None:
+        if found:
+            self._world.violate(f"{process.scope.name}: {what} is {found} at rest")
+
+    def _bounded(self, process: Process) -> None:
+        """No container of the objects that this process is made of has grown with the traffic."""
+        seen: set[int] = set()
+        open_: list[tuple[str, Any]] = [(type(process.part).__name__, process.part)]
+        while open_:
+            path, found = open_.pop()
+            if id(found) in seen or len(path) > 300:
+                continue
+            seen.add(id(found))
+            if isinstance(found, (dict, list, set)) or type(found).__name__ in ("deque", "OrderedDict", "defaultdict"):
+                if len(found) > MOST_HELD:
+                    self._world.violate(f"{process.scope.name}: {path} has {len(found)} entries")
+                values = found.values() if hasattr(found, "values") else found
+                open_ += [(f"{path}[]", value) for value in values]
+            elif type(found).__module__.startswith(("sie_gateway", "sie_sidecar")) and hasattr(found, "__dict__"):
+                open_ += [(f"{path}.{name}", value) for name, value in vars(found).items() if (type(found).__name__, name) not in FIXED]
+
+    def on_end(self, process: Process) -> None:
+        """After its `serve` returned nothing of a process may go on."""
+        running = [task for task in self._world.loop.of(process.scope) if task is not process.task]
+        if running:
+            self._world.violate(f"{process.scope.name} has ended and still runs {[task.get_name() for task in running][:5]}")

@@ -1,0 +1,104 @@
+"""Clients of a simulation: one HTTP request each, against the application of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+
+if TYPE_CHECKING:
+    from simulation.world import Process, World
+
+Mode = Literal["interactive", "bulk"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`patient`: its deadline is so late that nothing but a refusal may keep it from its answer. `leaves_s`: when the client goes away."""
+
+    at_s: float
+    texts: list[str]
+    model: str
+    lora: str
+    mode: Mode
+    budget_s: float
+    patient: bool
+    leaves_s: float | None
+    key: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """`status` 0: the connection was closed without an answer; `took_s` from sending to the end."""
+
+    status: int
+    code: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    took_s: float
+    left: bool = False
+
+
+class Client:
+    def __init__(self, world: World, asked: Asked, gateway: Process | None) -> None:
+        self._world, self._asked, self._gateway = world, asked, gateway
+        self._gone = asyncio.Event()
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._pieces: list[bytes] = []
+        self._body_read = False
+
+    async def run(self) -> Answered:
+        """Ask once. A gateway that does not listen yet keeps the connection waiting, as its port does."""
+        world, gateway, start_s = self._world, self._gateway, self._world.loop.now_s
+        if gateway is not None:
+            await world.until_bound(gateway)
+        if gateway is None or gateway.scope.dead or gateway.server is None or not gateway.server.listening:
+            return Answered(0, "refused", {}, {}, 0.0)
+        start_s = world.loop.now_s
+        task = world.spawn(gateway.scope, gateway.server.app(self._scope(), self._receive, self._send), "a request")
+        gateway.asked.append(task)
+        leaves = self._asked.leaves_s
+        done, _ = await asyncio.wait({task}, timeout=leaves)
+        if not done:
+            self._gone.set()
+            world.log("client leaves")
+            await asyncio.wait({task})
+        gateway.asked.remove(task)
+        took_s = world.loop.now_s - start_s
+        if task.cancelled() or not self._status:
+            if not task.cancelled() and task.exception() is not None:
+                world.violate(f"a request ended in {task.exception()!r}")
+            return Answered(0, "closed", {}, {}, took_s, left=not done)
+        body = orjson.loads(b"".join(self._pieces))
+        code = self._headers.get("x-sie-error-code", "")
+        return Answered(self._status, code, body, self._headers, took_s, left=not done)
+
+    def _scope(self) -> dict[str, Any]:
+        asked = self._asked
+        headers = {
+            "content-type": "application/json", "authorization": f"Bearer {asked.key}", "x-sie-priority": asked.mode,
+            "x-sie-timeout-ms": str(int(asked.budget_s * 1000)),
+        }  # fmt: skip
+        return {
+            "type": "http", "method": "POST", "path": f"/v1/encode/{asked.model}", "raw_path": b"", "query_string": b"", "scheme": "http",
+            "http_version": "1.1", "headers": [(name.encode(), value.encode()) for name, value in headers.items()], "root_path": "",
+            "client": ("sim", 1), "server": ("sim", 1),
+        }  # fmt: skip
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body_read:
+            self._body_read = True
+            params = {"lora_id": self._asked.lora} if self._asked.lora else {}
+            return {"type": "http.request", "body": orjson.dumps({"items": self._asked.texts, "params": params}), "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+        elif message["type"] == "http.response.body":
+            self._pieces.append(message.get("body", b""))

@@ -1,0 +1,75 @@
+"""The promises of the queue, in many runs of the whole of it under a virtual clock. A failing seed is repeated by the command it names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulation.bugs import BUGS, planted
+from simulation.world import simulate
+
+SEEDS, BLOCK = 300, 25
+LONG, LONG_BLOCK = 10_000, 250
+LEAST_EVENTS = 500
+ROOT = Path(__file__).parent.parent.parent
+
+
+def failures(seeds: range) -> list[str]:
+    """What was violated, seed by seed, each with the command that shows it again."""
+    found = []
+    for seed in seeds:
+        report = simulate(seed)
+        if len(report.events) < LEAST_EVENTS:
+            found.append(f"seed {seed}: only {len(report.events)} events")
+        if report.violations:
+            told = "\n    ".join(report.violations[:5])
+            found.append(f"seed {seed}, again with `python -m tests.simulation {seed} -v`:\n    {told}")
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+def test_every_run_keeps_every_promise(first: int) -> None:
+    found = failures(range(first, first + BLOCK))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + LONG, LONG_BLOCK))
+def test_many_runs_keep_every_promise(first: int) -> None:
+    found = failures(range(first, first + LONG_BLOCK))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    bug = BUGS[name]
+    with planted(name):
+        for seed in range(bug.seeds):
+            if any(bug.finds in violation for violation in simulate(seed).violations):
+                return
+    pytest.fail(f"not found by {bug.seeds} seeds")
+
+
+@pytest.mark.parametrize("seed", [3, 7, 11, 19])
+def test_one_seed_is_one_run(seed: int) -> None:
+    one, other = simulate(seed), simulate(seed)
+    assert one.events == other.events
+    assert one.violations == other.violations
+
+
+def test_a_run_is_the_same_in_every_process() -> None:
+    """Neither addresses nor the order of hashed strings reach the events."""
+    told = set()
+    for hash_seed in ("1", "2"):
+        command = [sys.executable, "-m", "tests.simulation", "3", "9"]
+        environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run([*command, "--digests"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode in (0, 1), done.stderr
+        told.add("\n".join(line for line in done.stdout.splitlines() if "digest" in line))
+    assert len(told) == 1, "\n\n".join(told)
+    assert told != {""}

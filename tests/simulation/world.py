@@ -1,0 +1,580 @@
+"""A whole cluster under a virtual clock: the real `serve` of gateways and sidecars, the memory broker, simulated adapters, clients, faults.
+
+    seed ─► Plan ─► World.run: start, traffic with faults, heal, settle, stop ─► Report: events, their digest, what was violated
+
+Nothing sleeps and nothing depends on the machine: one seed is one run, event for event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import hashlib
+import itertools
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from fake_adapter import TOKENIZER, toy_entry
+from inprocess import Source, settings_of
+from simulation.adapter import Adapter, Costs, Faults
+from simulation.checks import Checks
+from simulation.clients import Asked, Client, Mode
+from simulation.network import Connection, Network, Rates
+from simulation.virtual import EPOCH_S, SCOPE, Scope, VirtualLoop, virtual_time
+from tokenizers import Tokenizer
+
+import sie_gateway.process
+import sie_sidecar.process
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.broker.memory.keyvalue import Watch
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import Settings
+
+MODELS = ("toy/a", "toy/b", "toy/c")
+LORAS = ("org/x", "org/y", "org/z")
+REQUESTS = 84
+START_S = 60.0  # until everything must be up
+SETTLE_S = 60.0  # after the last client, until nothing is left
+STOP_S = 40.0
+MOST_S = 600.0  # of the whole run, by its own clock
+
+
+@dataclass
+class Plan:
+    """What a seed stands for. `faults` are (time, what) from the begin of the traffic."""
+
+    gateways: int
+    workers: int
+    lanes: int
+    room: int
+    models: int
+    requests: int
+    traffic_s: float
+    costs: Costs
+    rates: Rates
+    settings: dict[str, str]
+    storage: str
+    faults: list[tuple[float, str]]
+    failing: dict[str, list[str]]
+    poison: int
+
+
+FAULTS = (
+    "adapter dies", "adapter dies", "adapter freezes", "sidecar crashes", "gateway crashes", "worker cut off", "gateway cut off",
+    "broker restarts", "worker leaves", "worker joins", "everybody cut off",
+)  # fmt: skip
+
+
+def plan_of(seed: int) -> Plan:
+    """Each seed has its own few kinds of trouble: all of them at once would hide what one of them does."""
+    draw = random.Random(seed)
+    kinds = draw.sample(FAULTS, draw.choice((0, 1, 2, 2, 3, 4)))
+    traffic_s = draw.choice((2.0, 4.0, 8.0))
+    faults = sorted((draw.uniform(0.1, traffic_s), draw.choice(kinds)) for _ in range(draw.randint(1, 6))) if kinds else []
+    noisy = draw.random() < 0.6
+    rate = (lambda most: draw.choice((0.0, most / 4, most)) if noisy else 0.0)  # noqa: E731
+    models = draw.randint(1, len(MODELS))
+    settings = {
+        "SIE_MAX_BATCH_COST": str(draw.choice((100, 300, 1000))),
+        "SIE_CHUNK_COST": str(draw.choice((24, 60, 200))),
+        "SIE_BATCHER_MAX_BATCH_REQUESTS": str(draw.choice((2, 4, 12))),
+        "SIE_BATCHER_COALESCE_MS": str(draw.choice((0, 2, 20))),
+        "SIE_BULK_MAX_OVERTAKES": str(draw.choice((1, 2, 4))),
+        "SIE_RUST_PIPELINE_DEPTH": str(draw.choice((1, 2, 3))),
+        "SIE_SWAP_AFTER_MS": str(draw.choice((200, 1000))),
+        "SIE_ACK_WAIT_S": str(draw.choice((4, 6))),
+    }
+    plan = Plan(
+        gateways=draw.randint(1, 2), workers=draw.randint(1, 3), lanes=draw.choice((1, 1, 2)), room=draw.randint(1, models), models=models,
+        requests=REQUESTS, traffic_s=traffic_s,
+        costs=Costs(
+            draw.choice((0.002, 0.02, 0.1)), draw.choice((2e-6, 1e-4)), draw.choice((0.05, 0.6, 0.6, 5.0)), draw.choice((0.02, 0.5))
+        ),
+        rates=Rates(rate(0.04), rate(0.04), rate(0.04), rate(0.06)), settings=settings, storage=draw.choice(("file", "memory")),
+        faults=faults, failing={MODELS[0]: ["NETWORK"] * draw.randint(1, 2)} if draw.random() < 0.15 else {},
+        poison=draw.randint(1, 2) if draw.random() < 0.25 else 0,
+    )  # fmt: skip
+    if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when somebody else has the work
+        plan.workers, plan.models, plan.room, plan.storage, plan.rates = 2, 1, 1, "file", Rates()
+        plan.costs = Costs(0.4, 1e-4, 5.0, 0.1)
+        plan.settings |= {"SIE_ACK_WAIT_S": "4", "SIE_BATCHER_MAX_BATCH_REQUESTS": "12", "SIE_MAX_BATCH_COST": "1000"}
+        plan.faults = [(draw.uniform(0.5, 2.5), "worker away")]
+    return plan
+
+
+@dataclass
+class Process:
+    """One `serve`. `app` is reached by clients while it listens."""
+
+    scope: Scope
+    stop: Stop
+    connection: Connection
+    task: asyncio.Task[int]
+    settings: Settings
+    part: Any = None  # the Gateway or the Worker that `serve` made
+    server: _Http | None = None
+    adapter: Adapter | None = None
+    asked: list[asyncio.Task[Any]] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    seed: int
+    events: list[str]
+    violations: list[str]
+    answers: dict[str, int]
+    digest: str = ""
+
+
+class World:
+    """One run."""
+
+    def __init__(self, seed: int, plan: Plan, loop: VirtualLoop, folder: str) -> None:
+        """`folder` is empty, for what processes keep in files."""
+        self.seed, self.plan, self.loop, self._folder = seed, plan, loop, folder
+        self.random = random.Random(seed + 1)
+        self.events: list[str] = []
+        self.violations: list[str] = []
+        self.gateways: list[Process] = []
+        self.workers: list[Process] = []
+        self.ended: list[Process] = []
+        self.adapters: list[Adapter] = []
+        self.healed_s = 0.0
+        self.gateway_crashes = 0
+        self._begin_s = loop.now_s
+        self._names = itertools.count()
+        self._chores: set[asyncio.Task[None]] = set()
+        self._tokenizer = Tokenizer.from_buffer(TOKENIZER)
+        server = MemoryServer(clock=loop.time, wall_clock=lambda: loop.now_s + EPOCH_S)
+        self.network = Network(loop, server, plan.rates, seed + 2, self.log, self.violate, self._was_well)
+        self.source = Source(*(toy_entry(model, family="text-encoder", max_tokens=160) for model in MODELS[: plan.models]))
+        self.faults = Faults({model: list(kinds) for model, kinds in plan.failing.items()})
+        self.checks = Checks(self)
+
+    # the record
+
+    def log(self, kind: str, text: str = "") -> None:
+        self.events.append(self.line(kind, text))
+
+    def line(self, kind: str, text: str) -> str:
+        return f"{self.loop.now_s - self._begin_s:10.4f} {SCOPE.get().name:>10}  {kind:<14} {text}"
+
+    def violate(self, text: str) -> None:
+        self.violations.append(f"{self.loop.now_s - self._begin_s:.4f} {text}")
+        self.log("VIOLATION", text)
+
+    # processes
+
+    def spawn(self, scope: Scope, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        context = contextvars.copy_context()
+        context.run(SCOPE.set, scope)
+        return self.loop.create_task(work, name=name, context=context)
+
+    def chore(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Something that the world does on its own; an error in it is a violation."""
+        task = self.loop.create_task(work, name=name)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.violate(f"{task.get_name()}: {error!r}")
+
+    @property
+    def loads_fail(self) -> bool:
+        """The plan has loads that are refused."""
+        return bool(self.plan.failing) or any(kind == "worker away" for _, kind in self.plan.faults)
+
+    def _scope(self, kind: str) -> Scope:
+        return Scope(f"{kind}{next(self._names)}", self.random.uniform(-30, 30))
+
+    def _settings(self, **more: str) -> Settings:
+        return settings_of(**{
+            "SIE_GATEWAY_REQUEST_TIMEOUT": "90", "SIE_LOAD_HOLD_S": "29",
+            "SIE_MACHINE_PROFILE": "cpu", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "1000",
+            "SIE_HEARTBEAT_TIMEOUT_MS": "4000", "SIE_WORKER_PING_INTERVAL_MS": "500", "SIE_STREAM_STORAGE": self.plan.storage,
+            "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-one,key-two,key-three", **self.plan.settings, **more,
+        })  # fmt: skip
+
+    def start_gateway(self) -> Process:
+        scope, stop, settings = self._scope("gateway"), Stop(), self._settings()
+        connection = self._connect(scope)
+        serving = sie_gateway.process.serve(settings, connection, self.source, stop, host="", port=0)
+        process = Process(scope, stop, connection, self.spawn(scope, serving, scope.name), settings)
+        self.gateways.append(process)
+        self.log("started", scope.name)
+        return process
+
+    def start_worker(self, adapter: Adapter) -> Process:
+        """The sidecar of an adapter, or the next one: under the same id, on the same machine."""
+        scope, stop = self._scope("worker"), Stop()
+        settings = self._settings(SIE_WORKER_ID=f"w-{adapter.name}", SIE_IPC_SOCKET_PATH=adapter.path)
+        connection = self._connect(scope)
+        serving = sie_sidecar.process.serve(settings, connection, self.source, stop, host="")
+        process = Process(scope, stop, connection, self.spawn(scope, serving, scope.name), settings, adapter=adapter)
+        self.workers.append(process)
+        self.log("started", scope.name)
+        return process
+
+    def _connect(self, scope: Scope) -> Connection:
+        context = contextvars.copy_context()
+        context.run(SCOPE.set, scope)
+        return context.run(self.network.connect, scope)
+
+    async def start_adapter(self) -> Adapter:
+        number = len(self.adapters)
+        adapter = Adapter(
+            self.loop, f"{self._folder}/{number}", f"adapter{number}", lanes=self.plan.lanes, room=self.plan.room, costs=self.plan.costs,
+            faults=self.faults, seed=self.seed + 100 + number, log=self.log, on_batch=self.checks.on_batch,
+        )  # fmt: skip
+        self.adapters.append(adapter)
+        await adapter.start()
+        return adapter
+
+    def process_of(self, scope: Scope) -> Process | None:
+        return next((process for process in (*self.gateways, *self.workers) if process.scope is scope), None)
+
+    def _was_well(self, scope: Scope, since_s: float) -> bool:
+        process = self.process_of(scope)
+        # a silent adapter is noticed, and trusted again, only with the pings that follow
+        return process is not None and process.adapter is not None and process.adapter.was_well_since(since_s - 4.0)
+
+    async def crash(self, process: Process) -> None:
+        """kill -9: nothing that it would still do has an effect."""
+        self.log("crash", process.scope.name)
+        process.scope.dead = True
+        process.connection.disconnect()
+        self.network.excuse(process.scope)
+        _drop_files(process)
+        for task in process.asked:
+            task.cancel()
+        if process.server is not None:
+            process.server.listening = False
+        for processes in (self.gateways, self.workers):
+            if process in processes:
+                processes.remove(process)
+        await process.connection.close()
+        for _ in range(1000):
+            left = self.loop.of(process.scope)
+            if not left:
+                return
+            for task in left:
+                task.cancel()
+            await asyncio.sleep(0.01)
+        self.violate(f"{process.scope.name} has tasks that nobody can end: {left}")
+
+    async def leave(self, process: Process) -> None:
+        """SIGTERM, and the end that follows."""
+        self.log("leaves", process.scope.name)
+        process.stop.request()
+        done, _ = await asyncio.wait({process.task}, timeout=STOP_S)
+        if not done:
+            self.violate(f"{process.scope.name} did not end within {STOP_S} s")
+        elif process.task.cancelled() or process.task.exception() is not None or process.task.result():
+            self.violate(f"{process.scope.name} ended badly: {process.task!r}")
+        for processes in (self.gateways, self.workers):
+            if process in processes:
+                processes.remove(process)
+        self.network.excuse(process.scope)
+        await process.connection.close()
+        self.checks.on_end(process)
+
+    # faults
+
+    async def fault(self, kind: str) -> None:
+        self.log("fault", kind)
+        draw = self.random
+        match kind:
+            case "adapter dies":
+                draw.choice(self.adapters).die()
+            case "adapter freezes":
+                adapter = draw.choice(self.adapters)
+                seconds = draw.choice((0.3, 2.0, 9.0))
+                adapter.freeze()
+                self.loop.call_later(seconds, self._unfreeze, adapter, draw.random() < 0.5)
+            case "sidecar crashes" if self.workers:
+                worker = draw.choice(self.workers)
+                await self.crash(worker)
+                await asyncio.sleep(draw.uniform(0.1, 3.0))
+                assert worker.adapter is not None
+                self.start_worker(worker.adapter)
+            case "gateway crashes" if self.gateways:
+                self.gateway_crashes += 1
+                await self.crash(draw.choice(self.gateways))
+                await asyncio.sleep(draw.uniform(0.1, 1.0))
+                self.start_gateway()
+            case "worker cut off" if self.workers:
+                await self._cut_off([draw.choice(self.workers).connection], draw.choice((0.05, 1.0, 7.0)))
+            case "worker away" if self.workers:
+                loading = [worker for worker in self.workers if worker.adapter is not None and worker.adapter.loads]
+                away = draw.choice(loading or self.workers)
+                assert away.adapter is not None
+                away.adapter.fails_next = True
+                await self._cut_off([away.connection], 9.0)
+            case "gateway cut off" if self.gateways:
+                await self._cut_off([draw.choice(self.gateways).connection], draw.choice((0.05, 1.0, 7.0)))
+            case "everybody cut off":
+                await self._cut_off([process.connection for process in (*self.gateways, *self.workers)], draw.choice((0.05, 1.0, 4.0)))
+            case "broker restarts":
+                await self._broker_restarts(draw.choice((0.2, 2.0)))
+            case "worker leaves" if len(self.workers) > 1:
+                worker = draw.choice(self.workers)
+                await self.leave(worker)
+                await asyncio.sleep(1.0)
+                assert worker.adapter is not None
+                self.start_worker(worker.adapter)
+            case "worker joins" if len(self.workers) < 4:
+                self.start_worker(await self.start_adapter())
+
+    def _unfreeze(self, adapter: Adapter, dies: bool) -> None:
+        adapter.thaw()
+        if dies:
+            adapter.die()
+
+    async def _cut_off(self, connections: list[Connection], seconds: float) -> None:
+        for connection in connections:
+            connection.disconnect()
+        await asyncio.sleep(seconds)
+        for connection in connections:
+            connection.reconnect()
+
+    async def _broker_restarts(self, seconds: float) -> None:
+        """What is kept in memory is lost, what is in files is not."""
+        connections = [process.connection for process in (*self.gateways, *self.workers)]
+        for connection in connections:
+            connection.disconnect()
+        for name, stream in list(self.network.server.streams.items()):
+            if stream.spec.storage == "memory":
+                self.network.server.lose_stream(name)
+        await asyncio.sleep(seconds)
+        for connection in connections:
+            connection.reconnect()
+
+    def heal(self) -> None:
+        self.log("healed")
+        self.healed_s = self.loop.now_s
+        self.plan.rates.heal()
+        for adapter in self.adapters:
+            if adapter.frozen:
+                adapter.thaw()
+        for process in (*self.gateways, *self.workers):
+            process.connection.reconnect()
+
+    # the run
+
+    async def run(self) -> None:
+        for _ in range(self.plan.workers):
+            self.start_worker(await self.start_adapter())
+        for _ in range(self.plan.gateways):
+            self.start_gateway()
+        await self._until(self._is_up, START_S, "the cluster is up")
+        start_s = self.loop.now_s
+        clients = [
+            self.loop.create_task(self._client(index, asked), name=f"client {index}") for index, asked in enumerate(self._traffic())
+        ]
+        for due_s, kind in self.plan.faults:
+            await asyncio.sleep(max(0.0, start_s + due_s - self.loop.now_s))
+            self.chore(self.fault(kind), f"fault: {kind}")
+        await asyncio.sleep(max(0.0, start_s + self.plan.traffic_s - self.loop.now_s))
+        while self._chores:
+            await asyncio.wait(self._chores)
+        self.heal()
+        await asyncio.gather(*clients)
+        await self._until(lambda: not self.checks.left(), SETTLE_S, lambda: f"nothing is left, but {self.checks.left()}")
+        self.checks.at_rest()
+        for process in [*self.workers, *self.gateways]:
+            await self.leave(process)
+        for adapter in self.adapters:
+            if adapter.listens:
+                adapter.die()
+        self.log("end")
+
+    def _is_up(self) -> bool:
+        listening = all(process.server is not None and process.server.listening for process in self.gateways)
+        serving = all(process.part is not None and process.part.pulling is not None for process in self.workers)
+        return listening and serving and all(len(gateway.part.fleet.healthy()) >= len(self.workers) for gateway in self.gateways)
+
+    async def _until(self, condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> None:
+        end_s = self.loop.now_s + seconds
+        while not condition():
+            if self.loop.now_s >= end_s:
+                self.violate(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
+                return
+            await asyncio.sleep(0.25)
+
+    async def until_bound(self, gateway: Process) -> None:
+        """Until it has its port, or has died."""
+        while not gateway.scope.dead and gateway.server is None:  # noqa: ASYNC110  time costs nothing here
+            await asyncio.sleep(0.05)
+
+    def _traffic(self) -> list[Asked]:
+        """What clients ask for and when, bursts included."""
+        draw, plan = self.random, self.plan
+        asked = []
+        times = [draw.choice((draw.uniform(0, plan.traffic_s), round(draw.uniform(0, plan.traffic_s)))) for _ in range(plan.requests)]
+        poisoned = set(draw.sample(range(plan.requests), plan.poison))
+        letters = "abcdefghijklmnopqrstuvwxyz "
+        for index, at_s in enumerate(sorted(times)):
+            count = draw.choice((1, 1, 1, 2, 5, 20))
+            lengths = [draw.choice((6, 14, 40, 100, 250 if draw.random() < 0.2 else 20)) for _ in range(count)]
+            texts = [f"{index}.{place} " + "".join(draw.choices(letters, k=length)) for place, length in enumerate(lengths)]
+            model = MODELS[min(int(draw.expovariate(1.0)), plan.models - 1)]
+            lora = draw.choice(LORAS) if model == MODELS[0] and draw.random() < 0.3 else ""
+            patient = draw.random() < 0.7
+            budget_s = plan.traffic_s + 45.0 if patient else draw.choice((0.3, 1.5, 5.0))
+            mode: Mode = "bulk" if draw.random() < 0.35 else "interactive"
+            leaves_s = draw.uniform(0.01, 2.0) if draw.random() < 0.06 else None
+            if index in poisoned:
+                self.faults.poison.add(self.ids(texts[draw.randrange(count)]))
+            asked.append(Asked(at_s, texts, model, lora, mode, budget_s, patient, leaves_s, f"key-{draw.choice(('one', 'two', 'three'))}"))
+        return asked
+
+    def ids(self, text: str) -> bytes:
+        """The token ids that the model reads, as the wire has them: truncated at the end."""
+        limit = 160
+        found = self._tokenizer.encode(text).ids
+        if len(found) > limit:
+            found = [*found[: limit - 1], found[-1]]
+        return b"".join(number.to_bytes(4, "little") for number in found)
+
+    async def _client(self, index: int, asked: Asked) -> None:
+        await asyncio.sleep(asked.at_s)
+        gateway = self.random.choice(self.gateways) if self.gateways else None
+        self.log("ask", f"{index} {len(asked.texts)} x {asked.model} {asked.lora} {asked.mode} {asked.budget_s} s")
+        answer = await Client(self, asked, gateway).run()
+        self.log("answer", f"{index} {answer.status} {answer.code}")
+        self.checks.on_answer(index, asked, answer)
+
+
+def _drop_files(process: Process) -> None:
+    """The kernel closes the files of a killed process as they are."""
+    ledger = getattr(process.part, "_ledger", None)
+    if ledger is not None:
+        process.part._ledger = process.part.leases._ledger = None
+        ledger._map.close()
+        os.close(ledger._file)
+
+
+class _Http:
+    """In the place of a listening server: clients of the simulation call the application themselves."""
+
+    def __init__(self, world: World, app: Any) -> None:
+        self.app = app
+        self.listening = False
+        self.port = 1
+        self._process = world.process_of(SCOPE.get())
+
+    async def start(self) -> None:
+        self.listening = True
+
+    async def stop(self) -> None:
+        """Refuse new requests, wait at most 5 s for running ones."""
+        self.listening = False
+        running = [task for task in self._process.asked if not task.done()] if self._process is not None else []
+        if running:
+            await asyncio.wait(running, timeout=5.0)
+            for task in running:
+                task.cancel()
+
+
+class _Errors(logging.Handler):
+    """An exception that was logged is one that nobody handled."""
+
+    def __init__(self, world: World, told: Callable[[str], None] | None) -> None:
+        super().__init__(logging.INFO if told else logging.ERROR)
+        self._world, self._told = world, told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._told is not None:
+            self._told(self._world.line(f"log {record.levelname}", record.getMessage()))
+        if record.exc_info and record.levelno >= logging.ERROR and not SCOPE.get().dead:
+            self._world.violate(f"{SCOPE.get().name} logged an exception: {record.getMessage()}: {record.exc_info[1]!r}")
+
+
+@contextlib.contextmanager
+def _in_place(world: World, told: Callable[[str], None] | None) -> Iterator[None]:
+    """What a process reaches outside of itself is the world's."""
+    numbers = itertools.count(1)
+
+    def number(watch: Any) -> int:
+        return int(watch.__dict__.setdefault("_order", next(numbers)))
+
+    def made(kind: Any) -> Callable[..., Any]:
+        def make(*args: Any, **more: Any) -> Any:
+            part = kind(*args, **more)
+            process = world.process_of(SCOPE.get())
+            if process is not None:
+                process.part = part
+            return part
+
+        return make
+
+    def http(app: Any, *_: Any, **__: Any) -> _Http:
+        server, process = _Http(world, app), world.process_of(SCOPE.get())
+        if process is not None and process.server is None:
+            process.server = server
+        return server
+
+    handler = _Errors(world, told)
+    logger = logging.getLogger("sie")
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(handler.level)
+    logger.propagate = False
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (sie_gateway.process, "HttpServer", http), (sie_gateway.process, "Gateway", made(sie_gateway.process.Gateway)),
+            (sie_sidecar.process, "HttpServer", http), (sie_sidecar.process, "Worker", made(sie_sidecar.process.Worker)),
+            (Watch, "__hash__", number),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}))  # threads of Rust are real ones
+        stack.enter_context(world.checks.watching())
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagates
+
+
+async def _cancelled(tasks: list[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def simulate(seed: int, *, told: Callable[[str], None] | None = None) -> Report:
+    """One run of one seed."""
+    gc.disable()
+    loop = VirtualLoop()
+    try:
+        with tempfile.TemporaryDirectory() as folder, virtual_time(loop, seed):
+            world = World(seed, plan_of(seed), loop, folder)
+            loop.on_jump = world.checks.on_jump
+            with _in_place(world, told):
+                try:
+                    loop.run_until_complete(asyncio.wait_for(world.run(), MOST_S))
+                except Exception as error:  # noqa: BLE001  the report tells of it
+                    world.violate(f"the run ended in {error!r}")
+                gc.collect(0)  # errors that nobody looked at are told when they are collected
+                for context in loop.failures:
+                    world.violate(f"{context.get('message')}: {context.get('exception')!r}")
+                left = [task for task in loop.tasks if not task.done()]
+                if left and not world.violations:
+                    world.violate(f"tasks are left: {left[:5]}")
+                loop.run_until_complete(_cancelled(left))
+    finally:
+        loop.close()
+        gc.enable()
+    lines = "\n".join(world.events).encode()
+    return Report(seed, world.events, world.violations, world.checks.answers, hashlib.sha256(lines).hexdigest())

@@ -1,0 +1,356 @@
+"""The processes of a cluster, each started, killed, frozen and measured on its own, with the fixed-cost adapter or the real one behind.
+
+    brokers (1 or 3) ─► config service ─► gateways ─► workers, each a sidecar and its adapter
+
+Unlike `cluster.Cluster` there is no `sie serve` in between: nothing starts again unless its owner says so, and every port stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import httpx
+import psutil
+from cluster import MODEL, SIE, until
+from nats_server import binary
+
+from sie_cli.embedded import free_port
+
+Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
+START_S = 30.0
+STOP_S = 15.0
+_LIBC = ctypes.CDLL(None)
+ADAPTER = Path(__file__).with_name("fixed_cost_adapter.py")
+
+
+class Part:
+    """One process. `start` again keeps its command line and with it ports, sockets and folders."""
+
+    def __init__(self, role: Role, name: str, argv: Sequence[str], environ: Mapping[str, str], ready: Callable[[], object]) -> None:
+        self.role = role
+        self.name = name
+        self.log: deque[str] = deque(maxlen=400)
+        self.starts = 0
+        self.paused = False
+        self._argv = list(argv)
+        self._environ = dict(environ)
+        self._ready = ready
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        """Of the process that ended last; None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    def start(self, *once: str) -> None:
+        """Start without waiting, with the arguments `once` for this time. The output is kept in `log`."""
+        assert not self.alive, f"{self.name} runs already"
+        if self._process is not None:
+            self.log.append(f"--- status {self._process.returncode}, started again")
+        self.starts += 1
+        self.paused = False
+        self._process = subprocess.Popen(
+            [*self._argv, *once], env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=_end_with_parent,
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self.log.append(line.rstrip("\n"))
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        """Raises AssertionError with the log when it ended, or is not ready in time."""
+        try:
+            until(lambda: self._ready() or not self.alive, timeout_s, f"{self.name} ready")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n" + "\n".join(self.log)) from None
+        assert self.alive, f"{self.name} ended\n" + "\n".join(self.log)
+
+    def is_ready(self) -> bool:
+        return self.alive and bool(self._ready())
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        self.paused = True
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+        self.paused = False
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is None or not self.alive:
+            return
+        if self.paused and number != signal.SIGKILL:
+            self.resume()
+        self._process.send_signal(number)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+            raise AssertionError(f"{self.name} did not end in {STOP_S} s\n" + "\n".join(list(self.log)[-20:])) from None
+        finally:
+            if self._reader is not None:
+                self._reader.join(STOP_S)
+
+    def cpu_s(self) -> float:
+        """Processor time of the present process so far, user and system, seconds."""
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
+
+    def rss_bytes(self) -> int:
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+
+@dataclass
+class Worker:
+    """`url` is that of the sidecar's probes and metrics."""
+
+    sidecar: Part
+    adapter: Part
+    url: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, how many models fit (0: any number)."""
+
+    batch_ms: float = 0.0
+    token_us: float = 0.0
+    lanes: int = 1
+    load_s: float = 0.0
+    deadly: str = ""
+    slots: int = 0
+
+    def argv(self, path: Path) -> list[str]:
+        return [
+            sys.executable, str(ADAPTER), "--socket", str(path), "--lanes", str(self.lanes), "--batch-ms", str(self.batch_ms),
+            "--token-us", str(self.token_us), "--load-s", str(self.load_s), "--deadly", self.deadly, "--slots", str(self.slots),
+        ]  # fmt: skip
+
+
+@dataclass
+class Plan:
+    """What to start. `workers` holds a Device for each worker, or None for a real adapter; `bundles` says what each serves."""
+
+    models: Sequence[str] = ("toy/one",)
+    gateways: int = 1
+    workers: Sequence[Device | None] = (Device(),)
+    brokers: int = 1
+    environ: Mapping[str, str] = field(default_factory=dict)
+    preload: bool = True
+    toy_bundle: str = "default"
+    code: Path | None = None  # another checkout whose processes are to run
+
+
+class Stack:
+    """One cluster in a folder of its own. Use as a context manager."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.brokers: list[Part] = []
+        self.gateways: list[Part] = []
+        self.workers: list[Worker] = []
+        self.urls: list[str] = []
+        self.metrics_urls: list[str] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self._models = self._write_models()
+        self.broker_urls = self._add_brokers()
+        self.config = self._add_config()
+        for number in range(plan.gateways):
+            self._add_gateway(number)
+        for number, device in enumerate(plan.workers):
+            self._add_worker(number, device)
+
+    def __enter__(self) -> Stack:
+        try:
+            for group in ([*self.brokers], [self.config], [*self.gateways]):
+                for part in group:
+                    part.start()
+                for part in group:
+                    part.wait_ready()
+            for worker in self.workers:
+                worker.adapter.start()
+                worker.sidecar.start()
+            for worker in self.workers:
+                worker.adapter.wait_ready()
+                worker.sidecar.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def parts(self) -> list[Part]:
+        workers = [part for worker in self.workers for part in (worker.sidecar, worker.adapter)]
+        return [*self.brokers, self.config, *self.gateways, *workers]
+
+    def stop(self) -> None:
+        """End everything in the order of a drain; what does not end by SIGTERM is killed, and told."""
+        failures = []
+        workers = [part for worker in self.workers for part in (worker.sidecar, worker.adapter)]
+        for part in [*self.gateways, *workers, self.config, *self.brokers]:
+            try:
+                part.stop()
+            except AssertionError as error:
+                failures.append(str(error))
+        assert not failures, "\n".join(failures)
+
+    def log(self, lines: int = 40) -> str:
+        return "\n".join(f"== {part.name}\n" + "\n".join(list(part.log)[-lines:]) for part in self.parts)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time so far, by role, seconds."""
+        found: dict[str, float] = {}
+        for part in self.parts:
+            found[part.role] = found.get(part.role, 0.0) + part.cpu_s()
+        return found
+
+    def rss_bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for part in self.parts:
+            found[part.role] = found.get(part.role, 0) + part.rss_bytes()
+        return found
+
+    def _write_models(self) -> Path:
+        folder = self.folder / "models"
+        folder.mkdir(exist_ok=True)
+        for number, model in enumerate(self.plan.models):
+            entry = {
+                "id": model, "bundle": self.plan.toy_bundle, "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": 8},
+                "max_tokens": 512,
+            }  # fmt: skip
+            (folder / f"{number}.yaml").write_text(json.dumps(entry))  # JSON is YAML
+        return folder
+
+    def _environ(self, **own: str) -> dict[str, str]:
+        environ = {**os.environ, "SIE_CONFIG_READ_TOKEN": "read", "SIE_MACHINE_PROFILE": "cpu", **own, **self.plan.environ}
+        if self.plan.code is not None:
+            names = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli")
+            environ["PYTHONPATH"] = os.pathsep.join(str(self.plan.code / name) for name in names)
+        return environ
+
+    def _add_brokers(self) -> str:
+        count = self.plan.brokers
+        clients, monitors, routes = (free_port(count) for _ in range(3))
+        for number in range(count):
+            folder = self.folder / f"broker-{number}"
+            folder.mkdir(exist_ok=True)
+            lines = [
+                f'server_name: "b{number}"', f'listen: "127.0.0.1:{clients + number}"', f'http: "127.0.0.1:{monitors + number}"',
+                f'jetstream {{ store_dir: "{folder}", sync_interval: "100ms" }}', "max_payload: 8388608",
+            ]  # fmt: skip
+            if count > 1:
+                peers = ", ".join(f'"nats://127.0.0.1:{routes + peer}"' for peer in range(count))
+                lines.append(f'cluster {{ name: "sie", listen: "127.0.0.1:{routes + number}", routes: [{peers}] }}')
+            file = folder / "server.conf"
+            file.write_text("\n".join(lines) + "\n")
+            # a node of a cluster answers 200 once it knows a leader and has caught up
+            ready = _answers(f"http://127.0.0.1:{monitors + number}/healthz")
+            self.brokers.append(Part("broker", f"broker {number}", [binary(), "-c", str(file)], os.environ, ready))
+        self.monitor_urls = [f"http://127.0.0.1:{monitors + number}" for number in range(count)]
+        return ",".join(f"nats://127.0.0.1:{clients + number}" for number in range(count))
+
+    def _sie(self, role: Role, *arguments: str) -> list[str]:
+        return [sys.executable, SIE, role, *arguments]
+
+    def _add_config(self) -> Part:
+        port = free_port()
+        self.config_url = f"http://127.0.0.1:{port}"
+        environ = self._environ(SIE_NATS_URL=self.broker_urls, SIE_MODELS_DIR=str(self._models), SIE_STREAM_REPLICAS=self._replicas)
+        argv = self._sie("config", "--port", str(port))
+        return Part("config", "config", argv, environ, _answers(f"{self.config_url}/readyz"))
+
+    @property
+    def _replicas(self) -> str:
+        return "3" if self.plan.brokers >= 3 else "1"
+
+    def _add_gateway(self, number: int) -> None:
+        port, metrics = free_port(), free_port()
+        environ = self._environ(
+            SIE_NATS_URL=self.broker_urls, SIE_CONFIG_SERVICE_URL=self.config_url, SIE_STREAM_REPLICAS=self._replicas,
+            SIE_GATEWAY_METRICS_PORT=str(metrics),
+        )  # fmt: skip
+        ready = _answers(f"http://127.0.0.1:{metrics}/readyz")
+        self.urls.append(f"http://127.0.0.1:{port}")
+        self.metrics_urls.append(f"http://127.0.0.1:{metrics}")
+        self.gateways.append(Part("gateway", f"gateway {number}", self._sie("gateway", "--port", str(port)), environ, ready))
+
+    def _add_worker(self, number: int, device: Device | None) -> None:
+        plan, metrics, path = self.plan, free_port(), self.folder / f"w{number}.sock"
+        bundle = "default" if device is None else plan.toy_bundle
+        preload = ",".join([MODEL] if device is None else plan.models)
+        own = {
+            "SIE_NATS_URL": self.broker_urls, "SIE_CONFIG_SERVICE_URL": self.config_url, "SIE_WORKER_METRICS_PORT": str(metrics),
+            "SIE_IPC_SOCKET_PATH": str(path), "SIE_WORKER_ID": f"w{number}", "SIE_BUNDLE": bundle,
+            **({"SIE_PRELOAD_MODELS": preload} if plan.preload else {}),
+        }  # fmt: skip
+        sidecar_ready = _answers(f"http://127.0.0.1:{metrics}/readyz")
+        sidecar = Part("sidecar", f"sidecar {number}", self._sie("sidecar", "--host", "127.0.0.1"), self._environ(**own), sidecar_ready)
+        if device is None:
+            argv, environ = self._sie("adapter"), self._environ(SIE_IPC_SOCKET_PATH=str(path))
+        else:
+            argv, environ = device.argv(path), self._environ()
+        adapter = Part("adapter", f"adapter {number}", argv, environ, functools.partial(listens, path))
+        self.workers.append(Worker(sidecar, adapter, f"http://127.0.0.1:{metrics}"))
+
+
+def _end_with_parent() -> None:
+    """In the child: a group of its own, so that no signal of a terminal reaches it, and SIGKILL when the thread that started it ends."""
+    os.setsid()
+    _LIBC.prctl(1, signal.SIGKILL)
+
+
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(str(path))
+        return True
+    return False
+
+
+def _answers(url: str) -> Callable[[], bool]:
+    def ready() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+        return False
+
+    return ready

@@ -1,0 +1,326 @@
+"""A broker that is partitioned, slow, restarted, silent or set up too small: what each costs, what is said, and that it ends by itself.
+
+The table in docs/queue.md names the test of each row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from consumer_race import LANE, Outcome, item, race, work_queue
+from inprocess import until
+from nats_server import NatsServer
+from tcp_proxy import TcpProxy
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
+from sie_contracts.broker.nats import connect
+from sie_contracts.errors import QueueUnavailable
+from sie_contracts.runtime.process import Stop, retry
+from sie_gateway import queue as gateway_queue
+from sie_gateway.queue import WorkQueue
+
+SIE = str(Path(sys.executable).with_name("sie"))
+STREAM = topology.stream_name(LANE.pool)
+SPEC = topology.work_stream(LANE.pool, storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
+FETCHING_AGAIN_S = 5.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    made = NatsServer(tmp_path / "nats")
+    await asyncio.to_thread(made.start)
+    yield made
+    await asyncio.to_thread(made.kill)
+
+
+@contextlib.asynccontextmanager
+async def connections() -> AsyncIterator[list[Broker]]:
+    opened: list[Broker] = []
+    yield opened
+    for broker in opened:
+        await broker.close()
+
+
+class Received:
+    """Deliveries, acked as they come; a test waits for one by its body."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self._queue: asyncio.Queue[Delivery] = asyncio.Queue()
+
+    def put(self, delivery: Delivery) -> None:
+        self._queue.put_nowait(delivery)
+
+    async def wait_for(self, body: bytes, timeout_s: float) -> float:
+        """Seconds until a delivery of this body came."""
+        started_s = time.monotonic()
+        async with asyncio.timeout(timeout_s):
+            while body not in self.bodies:
+                delivery = await self._queue.get()
+                self.bodies.append(delivery.data)
+                with contextlib.suppress(BrokerUnavailable):  # then it is delivered again, which the test sees as a second body
+                    await delivery.ack()
+        return time.monotonic() - started_s
+
+
+async def publish_until_stored(broker: Broker, subject: str, body: bytes) -> None:
+    """As the gateway does: again under the same id until the broker answers."""
+    async with asyncio.timeout(30.0):
+        while True:
+            try:
+                await broker.publish(subject, body, body.decode(), timeout_s=1.0)
+            except BrokerUnavailable:
+                await asyncio.sleep(0.05)  # the pause of the gateway's retries
+            else:
+                return
+
+
+@pytest.mark.timeout(180)
+async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_and_partitions(server: NatsServer) -> None:
+    """S1 S2 S5: restarted, killed, stopped, cut off and held back in turns; deliveries and a watch of a bucket go on each time."""
+    await _faults(server, 20)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_fetching_goes_on_after_each_of_a_hundred_restarts_and_partitions(server: NatsServer) -> None:
+    """S1."""
+    await _faults(server, 100)
+
+
+async def _faults(server: NatsServer, count: int) -> None:
+    received, seen = Received(), asyncio.Queue[Entry]()
+    async with TcpProxy(server.port) as proxy, connections() as opened:
+        worker, publisher = await connect(proxy.url, name="worker"), await connect(server.url, name="publisher")
+        opened += [worker, publisher]
+        queue = work_queue(publisher, SIE_ACK_WAIT_S="3")
+        await queue.ensure_pool(LANE.pool)
+        publisher.on_reconnect(functools.partial(_reverified, queue))
+        subject, spec = queue.consumers.route(LANE, "interactive", "toy/a", time.perf_counter() + 900.0)
+        await queue.consumers.ensure(spec)
+        pulls = worker.pulls(STREAM, received.put)
+        watch = await (await worker.key_value("things")).watch(seen.put)
+        bucket = await publisher.key_value("things")
+
+        async def restart() -> None:
+            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(server.start)
+
+        async def kill() -> None:
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+
+        async def stop_and_go_on() -> None:
+            server.pause()
+            await asyncio.sleep(0.5)  # the length of the fault
+            server.resume()
+
+        async def cut_off() -> None:
+            proxy.refuse()
+            await asyncio.sleep(0.5)
+            proxy.heal()
+
+        async def hold_back() -> None:
+            proxy.hold()
+            await asyncio.sleep(0.5)
+            proxy.release()
+
+        faults = [restart, cut_off, kill, stop_and_go_on, hold_back]
+        longest: dict[str, float] = {}
+        for number in range(count):
+            fault = faults[number % len(faults)]
+            pulls.want(spec.name, 4)
+            await fault()
+            body = b"%d" % number
+            over_s = time.monotonic()
+            await publish_until_stored(publisher, subject, body)
+            await received.wait_for(body, FETCHING_AGAIN_S)
+            fetching_s = time.monotonic() - over_s
+            async with asyncio.timeout(FETCHING_AGAIN_S):
+                while True:
+                    try:
+                        await bucket.write([Write("key", body)])
+                        break
+                    except BrokerUnavailable:
+                        await asyncio.sleep(0.05)
+                while (await seen.get()).value != body:
+                    pass
+            longest[fault.__name__] = max(longest.get(fault.__name__, 0.0), fetching_s)
+        print("longest until a delivery came again, seconds:", {name: round(value, 2) for name, value in longest.items()})
+        assert max(longest.values()) < FETCHING_AGAIN_S
+        assert {int(body) for body in received.bodies} == set(range(count))
+        await pulls.stop()
+        await watch.stop()
+        await queue.consumers.close()
+
+
+async def _reverified(queue: WorkQueue) -> None:
+    """As a gateway does after each reconnect."""
+    logger = logging.getLogger("test")
+    await retry(queue.reverify, errors=(BrokerError,), stop=Stop(), logger=logger, what="verifying the queue after a reconnect")
+
+
+@pytest.mark.timeout(90)
+async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S2: (1) the network swallows every byte, both ways, with no end of a connection; (2) two pings of 5 s go unanswered; (3) the
+    connection counts as lost and says so once; (4) the network is back: fetching again in 5 s."""
+    received = Received()
+    spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
+    async with TcpProxy(server.port) as proxy, connections() as opened:
+        worker, publisher = await connect(proxy.url, name="worker"), await connect(server.url, name="publisher")
+        opened += [worker, publisher]
+        await publisher.ensure_stream(SPEC, owner=True)
+        await publisher.ensure_consumer(spec)
+        worker.pulls(STREAM, received.put).want(spec.name, 4)
+        await worker.flush()
+        proxy.swallow()
+        started_s = time.monotonic()
+        await until(lambda: not worker.connected, "the loss of the connection", 30.0)
+        assert time.monotonic() - started_s > 5.0
+        assert caplog.text.count("worker: connection lost") == 1
+        proxy.heal()
+        await publish_until_stored(publisher, spec.subject, b"after")
+        assert await received.wait_for(b"after", FETCHING_AGAIN_S) < FETCHING_AGAIN_S
+
+
+@pytest.mark.timeout(60)
+async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(server: NatsServer) -> None:
+    """L10: (1) half a second each way: stored at the first attempt. (2) Slower than an attempt waits: repeated under the same id, stored
+    once. (3) Slower than the budget: 503 inside it. (4) As fast as ever: the next request is stored."""
+    async with TcpProxy(server.port) as proxy, connections() as opened:
+        broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
+        opened += [broker, judge]
+        queue = work_queue(broker)
+        await queue.ensure_pool(LANE.pool)
+
+        async def stored() -> int:
+            return (await judge.stream_state(STREAM)).messages
+
+        proxy.delay_s = 0.5
+        await queue.publish(LANE, [item("toy/a", "slow")], time.perf_counter() + 10.0)
+        assert await stored() == 1
+
+        proxy.delay_s = 1.2  # a round trip above gateway_queue.PUBLISH_TIMEOUT_S
+        assert 2 * proxy.delay_s > gateway_queue.PUBLISH_TIMEOUT_S
+        with pytest.raises(QueueUnavailable):
+            await queue.publish(LANE, [item("toy/a", "slower")], time.perf_counter() + 3.0)
+        proxy.delay_s = 0.0
+        async with asyncio.timeout(10.0):
+            await broker.flush()
+        assert await stored() <= 2
+
+        proxy.delay_s = 4.0
+        started_s = time.monotonic()
+        with pytest.raises(QueueUnavailable):
+            await queue.publish(LANE, [item("toy/a", "late")], time.perf_counter() + 1.0)
+        assert time.monotonic() - started_s < 6.0
+        proxy.delay_s = 0.0
+        async with asyncio.timeout(20.0):
+            await broker.flush(10.0)
+        before = await stored()
+        await queue.publish(LANE, [item("toy/a", "fast")], time.perf_counter() + 10.0)
+        assert await stored() == before + 1
+        await queue.consumers.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_publish_waits_out_a_partition_and_is_stored_once(server: NatsServer) -> None:
+    """L10: cut off for less than the patience of a publish: the request is stored when the network is back. Above its budget: 503."""
+    async with TcpProxy(server.port) as proxy, connections() as opened:
+        broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
+        opened += [broker, judge]
+        queue = work_queue(broker)
+        await queue.ensure_pool(LANE.pool)
+        proxy.refuse()
+        waiting = asyncio.create_task(queue.publish(LANE, [item("toy/a", "patient")], time.perf_counter() + 30.0))
+        started_s = time.perf_counter()
+        with pytest.raises(QueueUnavailable):
+            await queue.publish(LANE, [item("toy/a", "hasty")], started_s + 1.0)
+        assert time.perf_counter() - started_s < 2.0
+        proxy.heal()
+        (sequence,) = await asyncio.wait_for(waiting, 10.0)
+        assert (await judge.stream_state(STREAM)).messages == 1
+        assert await judge.consumers(STREAM) == [topology.work_consumer(LANE, "interactive", "toy/a", 10.0).name]
+        await queue.withdraw(LANE.pool, [sequence])
+        await queue.consumers.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_broker_that_comes_back_with_small_messages_is_told_once_and_lived_with(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """L11: its limit is read again with the connection, and the gateway cuts requests for it."""
+    async with connections() as opened:
+        broker = await connect(server.url, name="gateway")
+        opened.append(broker)
+        queue = work_queue(broker)
+        await queue.ensure_pool(LANE.pool)
+        wide = queue.payload_bytes
+        await asyncio.to_thread(server.stop)
+        server.set_max_payload(40_000)
+        await asyncio.to_thread(server.start)
+        await until(lambda: broker.max_payload == 40_000, "the new limit")
+        with caplog.at_level(logging.ERROR):
+            await queue.reverify()
+        assert queue.payload_bytes < wide
+        assert caplog.text.count("max_payload of 40000 bytes is too small") == 1
+        await queue.publish(LANE, [item("toy/a", "small")], time.perf_counter() + 5.0)
+        await queue.consumers.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_path: Path) -> None:
+    """L11 P: status 2, the setting, what was found and what to do."""
+    with NatsServer(tmp_path / "nats", max_payload=32768) as server:
+        ended = subprocess.run(
+            [SIE, "gateway", "--port", "0", "--gateway-metrics-port", "0", "--nats-url", server.url],
+            capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 2
+    told = [line for line in ended.stderr.splitlines() if "max_payload" in line]
+    assert told == ["error: SIE_NATS_URL: the broker's max_payload of 32768 bytes is too small: its configuration must say at least 65536"]
+
+
+# ---- deletions of consumers
+
+
+async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
+    async with connections() as opened:
+
+        async def open_(name: str) -> Broker:
+            opened.append(await connect(server.url, name=name))
+            return opened[-1]
+
+        outcome = await race(open_, deletions, for_s=for_s, pause_s=0.002)
+    print(f"{outcome.deleted} deletions, {len(outcome.published)} publishes, the longest wait {outcome.longest_s:.2f} s")
+    assert outcome.left == 0
+    assert set(outcome.published) <= set(outcome.received)
+    return outcome
+
+
+@pytest.mark.timeout(120)
+async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
+    """L17: as in test_consumers.py, at a real broker, for fifteen seconds."""
+    outcome = await _race(server, 10_000, 15.0)
+    assert outcome.deleted > 200
+    assert outcome.longest_s < 15.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+async def test_no_work_is_orphaned_in_ten_thousand_deletions_at_a_real_broker(server: NatsServer) -> None:
+    """L17."""
+    outcome = await _race(server, 10_000, 1500.0)
+    assert outcome.deleted >= 10_000

@@ -1,0 +1,329 @@
+"""Each failpoint armed once: a process dies, fails or stands still between two effects, and every request still ends as promised.
+
+A result is right, an error is one typed answer within its budget; the same request sent again gets its result; nothing stays in the queue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from armed import (
+    ACK_WAIT_S,
+    BACK_S,
+    BIG_ITEMS,
+    COLD,
+    DEADLY,
+    INLINE_BYTES,
+    LANE,
+    PLACES,
+    SHORT_S,
+    WARM,
+    Field,
+    Place,
+)
+from cluster import MODEL, until
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, Write
+from sie_contracts.runtime.failpoints import CRASHED
+
+CHORE = Path(__file__).parents[1] / "chore.py"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    with Field.running(tmp_path_factory.mktemp("field")) as field:
+        yield field
+
+
+@pytest.fixture
+def field(shared: Field) -> Field:
+    shared.restore()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    """The same with the real adapter and a real model."""
+    with Field.running(tmp_path_factory.mktemp("engine"), device=None) as field:
+        yield field
+
+
+def one_request(field: Field, name: str, place: Place) -> None:
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    before, text = field.batches(), f"one text for {name}"
+    is_lost = place.role == "gateway" and place.action == "crash"
+    first = field.ask(text, **({"budget_s": SHORT_S} if is_lost else {}))
+    field.reached(name, place.action, part)
+    status = first.result().status
+    assert status == (0 if is_lost else 500 if place.action == "error" else 200)
+    if status != 200:
+        field.right(text)
+    field.settled()
+    assert place.runs is not None
+    assert 1 <= field.batches() - before <= place.runs
+
+
+def big_result(field: Field, name: str, place: Place) -> None:
+    """A result that one message does not hold. Parts that came twice, or whose last one was not confirmed, change nothing."""
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    first = field.ask(*(str(number) for number in range(BIG_ITEMS)), budget_s=30.0)
+    field.reached(name, place.action, part)
+    assert first.result().status == 200
+    field.settled()
+
+
+def given_up(field: Field, name: str, place: Place) -> None:
+    """The budget ends before the device answers, and the gateway dies before it withdrew the work."""
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    field.worker.adapter.pause()
+    first = field.ask(name, budget_s=0.5)
+    field.reached(name, place.action, part)
+    assert first.result().status in (0, 503, 504)  # the answer may be on its way before
+    field.right(name)
+    field.settled()
+
+
+def client_leaves(field: Field, name: str, place: Place) -> None:
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    field.worker.adapter.pause()
+    first = field.ask(name, leave_s=0.3)
+    field.reached(name, place.action, part)
+    field.worker.adapter.resume()
+    assert first.result().status == 0
+    field.right(name)
+    field.settled()
+
+
+def cold_model(field: Field, name: str, place: Place) -> None:
+    """Work of a model that no worker has loaded, and whose place nobody has written down."""
+    model = COLD[[each for each, other in PLACES.items() if other.scenario == place.scenario].index(name)]
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    first = field.ask(name, model=model, budget_s=SHORT_S)
+    field.reached(name, place.action, part)
+    assert first.result().status in (0, 200)
+    field.right(name, model=model)
+    field.settled()
+
+
+def duty(field: Field, name: str, place: Place) -> None:
+    """The gateway that has the duty dies, and does nothing of it; nobody depends on when it is done."""
+
+    async def lapse(broker: Broker) -> None:
+        bucket = await broker.key_value(topology.LEASES_BUCKET)
+        await bucket.write([Write("consumers", None)])
+
+    field.parts["gateway"].stop()
+    field.with_broker(lapse)
+    field.reached(name, place.action, field.arm(name, place.action, place.role))
+    field.right(name)
+    field.settled()
+
+
+def chore(*arguments: str) -> int:
+    done = subprocess.run([sys.executable, str(CHORE), *arguments], capture_output=True, text=True, timeout=30)
+    assert done.returncode in (0, CRASHED), done.stderr
+    return done.returncode
+
+
+def consumer_at_rest(field: Field, name: str, place: Place) -> None:
+    """A consumer is deleted and its deleter dies before it looks who needed it: whoever publishes next makes it again."""
+    models = [WARM, COLD[0]]
+    for model in models:
+        field.right(name, model=model)
+    field.settled()
+    assert chore("consumers", field.stack.broker_urls, "--failpoints", f"{name}={place.action}") == CRASHED
+    for model in models:
+        field.right(f"{name} again", model=model)
+    field.settled()
+
+
+def large_input(field: Field, name: str, place: Place) -> None:
+    """An input that goes through the payload store."""
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    text = f"{name} " * (2 * INLINE_BYTES // len(name))
+    first = field.ask(text)
+    field.reached(name, place.action, part)
+    assert first.result().status == (0 if place.role == "gateway" else 500)
+    field.right(text)
+    field.settled()
+
+
+def old_payload(field: Field, name: str, place: Place) -> None:
+    """What is too old is removed, by the next round if this one dies; what is young stays."""
+    for text in ("old", "young"):
+        field.right(f"{name} {text} " * (2 * INLINE_BYTES // len(name)))
+        if text == "old":
+            old = set(field.payloads.iterdir())
+            for file in old:
+                os.utime(file, (time.time() - 7200,) * 2)
+    young = set(field.payloads.iterdir()) - old
+    assert old
+    assert young
+    assert chore("payloads", str(field.payloads), "--failpoints", f"{name}={place.action}") == CRASHED
+    assert set(field.payloads.iterdir()) == old | young
+    assert chore("payloads", str(field.payloads)) == 0
+    assert set(field.payloads.iterdir()) == young
+
+
+def work_left_over(field: Field, name: str, place: Place) -> None:
+    """A sidecar is killed with work in hand, its successor dies while it hands that back: then the leases lapse."""
+    sidecar, adapter = field.worker.sidecar, field.worker.adapter
+    adapter.pause()
+    first = field.ask(name)
+    until(field.leased, BACK_S, "the work is in hand")
+    sidecar.kill()
+    adapter.resume()
+    field.reached(name, place.action, field.arm(name, place.action, place.role))
+    answer = first.result()
+    assert answer.status == 200
+    assert answer.taken_s < ACK_WAIT_S + BACK_S
+    field.settled()
+
+
+def admission(field: Field, name: str, place: Place) -> None:
+    """A worker dies while it asks for its pools; it asks again when it is started again."""
+    options = ("--pool-admission-enabled", "--gateway-url", field.stack.urls[0])
+    field.reached(name, place.action, field.arm(name, place.action, place.role, *options))
+    field.right(name)
+    field.settled()
+
+
+def cancelled(field: Field, name: str, place: Place) -> None:
+    """Two batches fill the device, the rest waits; all budgets end, and the worker dies while it lets go of what did not run."""
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    field.worker.adapter.pause()
+    asked = []
+    for number in range(4):
+        asked.append(field.ask(f"{name} {number}", budget_s=SHORT_S))
+        until(lambda: field.leased() > number, BACK_S, "the work is in hand")  # noqa: B023  used at once
+    field.reached(name, place.action, part)
+    for each in asked:
+        assert each.result().error[0] == "GATEWAY_TIMEOUT"
+    field.right(name)
+    field.settled()
+
+
+def unreadable_work(field: Field, name: str, place: Place) -> None:
+    """A message that is no work item is kept as one dead letter, whenever its worker dies."""
+    field.right(name)
+    letters = field.letters()
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    subject = topology.work_subject(LANE, "interactive", WARM)
+    field.with_broker(lambda broker: broker.publish(subject, b"\xc1", name, 5.0))
+    field.reached(name, place.action, part)
+    field.settled()
+    assert field.letters() == letters + 1
+    field.right(name)
+
+
+def poison(field: Field, name: str, place: Place) -> None:
+    """An input ends each adapter that runs it, and its sidecar dies on the way to the verdict: the verdict comes all the same."""
+    letters, adapter = field.letters(), field.worker.adapter
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    deaths = sum("status 86" in line for line in adapter.log)
+    first = field.ask(f"{name}: {DEADLY}", budget_s=30.0)
+    others = [field.ask(f"{name}: {number}", budget_s=30.0) for number in range(4)]
+    field.supervise(lambda: first.done() and all(each.done() for each in others), 40.0, "all are answered")
+    assert any(f"status {CRASHED}" in line for line in part.log), field.stack.log()
+    assert first.result().error == ("INFERENCE_ERROR", "poison")
+    assert {each.result().status for each in others} == {200}
+    # a death that nobody could write down is not counted
+    assert sum("status 86" in line for line in adapter.log) - deaths == (3 if name == "poison.before_mark" else 2)
+    field.settled()
+    assert field.letters() == letters + 1
+
+
+def drain_in_vain(field: Field, name: str, place: Place) -> None:
+    """The device stands still while the worker is to end; it dies before it has handed back what it could not finish."""
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    field.worker.adapter.pause()
+    first = field.ask(name, budget_s=30.0)
+    until(field.leased, BACK_S, "the work is in hand")
+    os.kill(part.pid, signal.SIGTERM)
+    field.reached(name, place.action, part)
+    assert first.result().status == 200
+    field.settled()
+
+
+def new_model(field: Field, name: str, place: Place) -> None:
+    """A new model is written or not, and told or not: at the next change everybody knows it."""
+    models = [f"toy/{name}-{number}" for number in range(2)]
+    folder = field.stack.folder / "models"
+    (known,) = [json.loads(file.read_text()) for file in folder.glob("*.yaml") if json.loads(file.read_text())["id"] == WARM]
+    for model, armed in zip(models, (True, False), strict=True):
+        (folder / f"{topology.token(model)}.yaml").write_text(json.dumps({**known, "id": model}))
+        if armed:
+            field.reached(name, place.action, field.arm(name, place.action, place.role))
+        else:
+            field.parts["config"].stop()
+            field.back()
+    for model in models:
+        until(lambda: field.ask(name, model=model).result().status == 200, 5.0, f"{model} is known")  # noqa: B023  used at once
+    field.settled()
+
+
+def real_adapter(field: Field, name: str, place: Place) -> None:
+    """The engine's own process: a load or a batch dies with it, and is done again by the next one."""
+    text = f"the text of {name}"
+    field.learn(MODEL, text)
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    first = field.ask(text, model=MODEL, budget_s=60.0)
+    field.reached(name, place.action, part)
+    answer = first.result()
+    if place.action == "error":
+        assert answer.error[0] == "INTERNAL_ERROR"
+    else:  # on a busy machine imports and load take longer than the hold
+        assert answer.status == 200 or answer.error[0] in ("MODEL_LOADING", "PROVISIONING")
+    field.right(text, model=MODEL)
+    field.settled()
+
+
+SCENARIOS: dict[str, Callable[[Field, str, Place], None]] = {
+    each.__name__: each
+    for each in (
+        one_request, big_result, given_up, client_leaves, cold_model, duty, consumer_at_rest, large_input, old_payload, work_left_over,
+        admission, cancelled, unreadable_work, poison, drain_in_vain, new_model,
+    )
+}  # fmt: skip
+
+
+def places(*, engine: bool) -> list[pytest.ParameterSet]:
+    return [
+        pytest.param(name, marks=[pytest.mark.long] if place.long else [])
+        for name, place in PLACES.items()
+        if (place.scenario == "real_adapter") == engine
+    ]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", places(engine=False))
+def test_what_was_asked_for_is_answered_whatever_happens_at(name: str, field: Field) -> None:
+    place = PLACES[name]
+    SCENARIOS[place.scenario](field, name, place)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", places(engine=True))
+def test_a_load_or_a_batch_is_done_again_when_the_adapter_dies_at(name: str, engine: Field) -> None:
+    engine.restore()
+    real_adapter(engine, name, PLACES[name])

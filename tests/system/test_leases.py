@@ -1,0 +1,88 @@
+"""What a sidecar holds when it ends, by force or as asked: handed back at once, with real processes and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+from cluster import until
+from fake_adapter import ids_of, vector_of
+from stack import Device, Plan, Stack
+
+from sie_sidecar.process import DRAIN_S
+
+ACK_WAIT_S = 30.0
+
+
+async def send(stack: Stack, texts: list[str]) -> list[httpx.Response]:
+    async with httpx.AsyncClient(timeout=90, trust_env=False) as client:
+        posts = (client.post(f"{stack.urls[0]}/v1/encode/toy/one", json={"items": [text]}) for text in texts)
+        return list(await asyncio.gather(*posts))
+
+
+def check(answers: list[httpx.Response], texts: list[str]) -> None:
+    for answer, text in zip(answers, texts, strict=True):
+        assert answer.status_code == 200, answer.text
+        np.testing.assert_allclose(answer.json()["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
+
+
+def held(stack: Stack) -> int:
+    """Deliveries in the worker's ledger."""
+    found = list(stack.folder.glob("*.leases"))
+    return found[0].read_bytes().count(b"$JS.ACK") if found else 0
+
+
+async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: Path) -> None:
+    """L7. 1. work is held behind a slow device; 2. kill -9; 3. restarted, the sidecar has all of it again long before the ack wait."""
+    texts = [f"text {number}" for number in range(8)]
+    plan = Plan(workers=(Device(batch_ms=1000.0),), environ={"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S))})
+    with Stack(tmp_path / "stack", plan) as stack:
+        (worker,) = stack.workers
+        sending = asyncio.create_task(send(stack, texts))
+        await asyncio.to_thread(until, lambda: held(stack) == 8, 20, "eight deliveries in the ledger")
+        worker.sidecar.kill()
+        killed_s = time.monotonic()
+        worker.sidecar.start()
+        check(await sending, texts)
+        took_s = time.monotonic() - killed_s
+        assert took_s < ACK_WAIT_S * 0.8, f"{took_s:.1f} s: the leases lapsed"
+        said = "8 deliveries that this worker held when it was killed are handed back"
+        assert any(said in line for line in worker.sidecar.log), stack.log()
+
+
+async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Path) -> None:
+    """1. a model takes longer to load than a drain may; 2. SIGTERM: it ends in time, with status 0 and an empty ledger; 3. the next
+    sidecar answers."""
+    environ = {"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S)), "SIE_LOAD_HOLD_S": "29"}
+    plan = Plan(workers=(Device(load_s=DRAIN_S + 3),), preload=False, environ=environ)
+    with Stack(tmp_path / "stack", plan) as stack:
+        (worker,) = stack.workers
+        sending = asyncio.create_task(send(stack, ["a text"]))
+        await asyncio.to_thread(until, lambda: held(stack) == 1, 20, "a delivery in the ledger")
+        os.kill(worker.sidecar.pid, signal.SIGTERM)
+        asked_s = time.monotonic()
+        await asyncio.to_thread(until, lambda: worker.sidecar.status is not None, DRAIN_S + 5, "the end of the drain")
+        assert worker.sidecar.status == 0, stack.log()
+        assert time.monotonic() - asked_s < DRAIN_S + 3
+        assert held(stack) == 0
+        worker.sidecar.start()
+        check(await sending, ["a text"])
+
+
+async def test_a_drain_finishes_what_the_device_has(tmp_path: Path) -> None:
+    """SIGTERM in the middle of a batch: it is answered once, by this worker, and the next one finds nothing to do over again."""
+    texts = [f"text {number}" for number in range(4)]
+    with Stack(tmp_path / "stack", Plan(workers=(Device(batch_ms=1500.0),))) as stack:
+        (worker,) = stack.workers
+        sending = asyncio.create_task(send(stack, texts))
+        await asyncio.to_thread(until, lambda: held(stack) == 4, 20, "four deliveries in the ledger")
+        os.kill(worker.sidecar.pid, signal.SIGTERM)
+        check(await sending, texts)
+        await asyncio.to_thread(until, lambda: worker.sidecar.status is not None, DRAIN_S + 5, "the end of the drain")
+        assert worker.sidecar.status == 0, stack.log()
+        assert not list(stack.folder.glob("*.leases"))

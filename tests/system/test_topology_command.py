@@ -1,0 +1,185 @@
+"""`sie topology` against a real broker: what it shows, what it finds, and that its changes cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from click.testing import CliRunner, Result
+from consumer_race import LANE, item, work_queue
+from inprocess import settings_of
+from nats_server import NatsServer
+
+from sie_cli.main import main
+from sie_contracts import topology
+from sie_contracts.broker.nats import NatsBroker
+from sie_contracts.broker.nats.api import ConsumerInfo, StreamInfo, consumer_config, stream_config
+from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_gateway.queue import work_spec
+
+T = TypeVar("T")
+WANTED = work_spec(settings_of(), LANE.pool)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path / "nats") as made:
+        yield made
+
+
+def at(server: NatsServer, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
+    async def run() -> T:
+        broker = NatsBroker("test")
+        await broker.open(server.url, 5.0)
+        try:
+            return await work(broker)
+        finally:
+            await broker.close()
+
+    return asyncio.run(run())
+
+
+def sie(server: NatsServer, *args: str) -> Result:
+    return CliRunner().invoke(main, ["topology", *args, "--nats-url", server.url], env={"SIE_NATS_URL": None})
+
+
+def make(server: NatsServer, spec: StreamSpec, *consumers: ConsumerSpec, messages: int = 0) -> None:
+    """The stream as another version would have made it, with messages of one model."""
+
+    async def work(broker: NatsBroker) -> None:
+        await broker.api(f"STREAM.CREATE.{spec.name}", stream_config(spec), StreamInfo)
+        for each in consumers:
+            body = {"stream_name": spec.name, "action": "create", "config": consumer_config(each)}
+            await broker.api(f"CONSUMER.CREATE.{spec.name}.{each.name}.{each.subject}", body, ConsumerInfo)
+        subject = topology.work_subject(LANE, "interactive", "toy/a")
+        await asyncio.gather(*(broker.publish(subject, b"x", str(number)) for number in range(messages)))
+
+    at(server, work)
+
+
+def stored(server: NatsServer) -> int:
+    async def work(broker: NatsBroker) -> int:
+        return (await broker.stream_state(WANTED.name)).messages
+
+    return at(server, work)
+
+
+def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) -> None:
+    async def work(broker: NatsBroker) -> None:
+        queue = work_queue(broker)
+        await queue.ensure_pool(LANE.pool)
+        await queue.publish(LANE, [item("toy/a", str(number)) for number in range(3)], time.perf_counter() + 10.0)
+        await broker.ensure_consumer(topology.slot_consumer(LANE, "bulk", "toy/b", 10.0))
+
+    at(server, work)
+    shown = json.loads(sie(server, "show", "--json").stdout)
+    stream = next(each for each in shown if each["name"] == "WORK__default")
+    assert (stream["messages"], stream["storage"], stream["replicas"], stream["version"]) == (3, "file", 1, topology.TOPOLOGY_VERSION)
+    (lane,) = stream["lanes"]
+    assert (lane["lane"], lane["own"], lane["shared"], lane["waiting"]) == ("_default.cpu.default", 1, 1, 3)
+    text = sie(server, "show", "--consumers").stdout
+    assert "WORK__default  file, 1 copy, topology 2, 3 messages" in text
+    assert "toy_2fa" in text
+    checked = sie(server, "check")
+    assert (checked.exit_code, checked.stdout.strip()) == (0, "all is as topology 2 and these settings want it")
+    assert sie(server, "migrate", "--yes").stdout.strip() == "nothing to do"
+
+
+def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(server: NatsServer) -> None:
+    """L16 L18: (1) check says what differs, (2) migrate shows the same and changes nothing, (3) --yes does it, (4) a gateway agrees."""
+    older = dataclasses.replace(WANTED, max_per_subject=0, version=1)
+    consumer = dataclasses.replace(topology.work_consumer(LANE, "interactive", "toy/a", 10.0), version=1)
+    make(server, older, consumer, messages=500)
+
+    checked = sie(server, "check")
+    assert checked.exit_code == 1
+    assert "update stream WORK__default" in checked.stdout
+    assert "  max_msgs_per_subject: -1 -> 16384\n" in checked.stdout
+    assert "  discard_new_per_subject: (unset) -> True\n" in checked.stdout
+    assert f"update consumer {consumer.name}\n  topology version: 1 -> 2\n" in checked.stdout
+    planned = sie(server, "migrate")
+    assert planned.exit_code == 1
+    assert planned.stdout.startswith(checked.stdout)
+    assert "nothing was changed" in planned.stdout
+    assert sie(server, "check").stdout == checked.stdout
+
+    done = sie(server, "migrate", "--yes")
+    assert done.exit_code == 0, done.output
+    assert "create stream DEAD__default" in done.stdout, "where the older version kept what was given up is of no use to this one"
+    assert "3 of 3 done" in done.stdout
+    assert stored(server) == 500
+    assert sie(server, "check").exit_code == 0
+    at(server, lambda broker: broker.ensure_stream(WANTED, owner=True))
+    at(server, lambda broker: broker.ensure_consumer(dataclasses.replace(consumer, version=2)))
+
+
+def test_a_changed_setting_is_applied_in_place(server: NatsServer) -> None:
+    make(server, WANTED, messages=50)
+    args = ("--queue-max-bytes", str(2 << 30))
+    steps = json.loads(sie(server, "check", "--json", *args).stdout)
+    changed = {change["field"]: change["wanted"] for step in steps for change in step["changes"]}
+    assert changed == {"max_bytes": 2 << 30, "max_msgs_per_subject": 32768}
+    missing = [step for step in steps if step["action"] == "create"]
+    assert [(step["kind"], step["reason"]) for step in missing] == [("consumer", "its subject holds messages"), ("stream", "")]
+    assert missing[1]["name"] == "DEAD__default"
+    assert sie(server, "migrate", "--yes", *args).exit_code == 0
+    assert sie(server, "check", *args).exit_code == 0
+    assert stored(server) == 50
+
+
+def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer) -> None:
+    """L18: another storage, a lower limit than what is there, a shorter age, a newer version."""
+    make(server, dataclasses.replace(WANTED, max_per_subject=0, version=1), messages=3000)
+
+    def refusal(*args: str) -> str:
+        done = sie(server, "migrate", "--yes", *args)
+        assert done.exit_code == 1
+        return next(line for line in done.stdout.splitlines() if line.startswith("refuse stream"))
+
+    assert "the storage of a stream cannot be changed in place" in refusal("--stream-storage", "memory")
+    assert "holds 3000 messages, too many for its new limit of 4096" in refusal("--queue-max-bytes", str(1 << 20))
+    assert "a shorter age would drop messages" in refusal("--gateway-request-timeout", "60")
+    assert stored(server) == 3000
+
+
+def test_a_newer_topology_is_left_alone(server: NatsServer) -> None:
+    make(server, dataclasses.replace(WANTED, version=topology.TOPOLOGY_VERSION + 1))
+    done = sie(server, "migrate", "--yes")
+    assert done.exit_code == 1
+    assert "is newer than this version's" in done.stdout
+
+
+def test_a_consumer_that_sie_did_not_make_is_told(server: NatsServer) -> None:
+    make(server, WANTED, ConsumerSpec(WANTED.name, "spy", "sie.work._default.*.*.*.*"))
+    checked = sie(server, "check")
+    assert checked.exit_code == 1
+    assert "refuse consumer spy: not made by SIE" in checked.stdout
+
+
+def test_an_empty_broker_lacks_its_stream_and_migrate_makes_it(server: NatsServer) -> None:
+    assert "create stream WORK__default" in sie(server, "check").stdout
+    assert sie(server, "migrate", "--yes").exit_code == 0
+    assert sie(server, "check").exit_code == 0
+
+
+def test_a_broker_that_is_not_there_is_status_two(server: NatsServer) -> None:
+    server.kill()
+    found = sie(server, "check")
+    assert found.exit_code == 2
+    assert "no broker at" in found.output
+    unnamed = CliRunner().invoke(main, ["topology", "check"], env={"SIE_NATS_URL": None})
+    assert unnamed.exit_code == 2
+    assert "SIE_NATS_URL" in unnamed.output
+
+
+def test_every_command_explains_itself() -> None:
+    text = CliRunner().invoke(main, ["topology", "--help"]).output
+    assert all(name in text for name in ("show", "check", "migrate"))
+    for name in ("show", "check", "migrate"):
+        assert "--nats-url" in CliRunner().invoke(main, ["topology", name, "--help"]).output

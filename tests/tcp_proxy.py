@@ -1,0 +1,120 @@
+"""A TCP proxy for tests that can be slow, silent, deaf or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from types import TracebackType
+
+
+class TcpProxy:
+    """Listens on a loopback port of its own and forwards to `port`.
+
+    `delay_s` is added to whatever comes from now on, each way. `hold` keeps bytes back, as a network does that loses packets for a while;
+    `release` lets them go on. `swallow` loses them for good, so that the connections which saw it never work again; `cut` ends all.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.delay_s = 0.0
+        self.port = 0
+        self._to = port
+        self._open = asyncio.Event()
+        self._open.set()
+        self._swallowing = False
+        self._refusing = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def swallow(self) -> None:
+        self._swallowing = True
+
+    def refuse(self) -> None:
+        """End all connections and every new one."""
+        self._refusing = True
+        self.cut()
+
+    def heal(self) -> None:
+        """Forward again; connections that lost bytes are ended."""
+        self.delay_s = 0.0
+        self._refusing = False
+        if self._swallowing:
+            self._swallowing = False
+            self.cut()
+        self.release()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def __aenter__(self) -> TcpProxy:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            if not self._refusing:
+                with contextlib.suppress(OSError):
+                    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+                    self._writers.add(far_writer)
+                    ways = [self._own(self._forward(reader, far_writer)), self._own(self._forward(far_reader, writer))]
+                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    far_writer.transport.abort()
+                    self._writers.discard(far_writer)
+        finally:
+            writer.transport.abort()
+            self._writers.discard(writer)
+
+    def _own(self, work: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        due: deque[tuple[float, bytes]] = deque()
+        arrived = asyncio.Event()
+
+        async def read() -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    due.append((loop.time() + self.delay_s, data))
+                    arrived.set()
+
+        reading = self._own(read())
+        reading.add_done_callback(lambda _: arrived.set())
+        with contextlib.suppress(OSError):
+            while due or not reading.done():
+                if not due:
+                    arrived.clear()
+                    await arrived.wait()
+                    continue
+                at_s, data = due.popleft()
+                await asyncio.sleep(max(0.0, at_s - loop.time()))
+                await self._open.wait()
+                if not self._swallowing:
+                    writer.write(data)
+                    await writer.drain()
+        reading.cancel()

@@ -1,0 +1,37 @@
+"""A lane answers every batch, whatever fails in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie_adapter.lanes import Job, Lanes
+from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
+from sie_contracts.runtime.failpoints import arm
+
+
+def batch(name: str) -> RunBatch:
+    return RunBatch(name, "toy/one", "encode", b"", b"", ())
+
+
+def answers(lanes: Lanes, name: str) -> list[Reply]:
+    replies: list[Reply] = []
+    job = Job(batch(name), replies.append)
+    lanes.submit(job)
+    assert job.finished.wait(5.0)
+    return replies
+
+
+@pytest.mark.parametrize("place", ["adapter.batch_started", "adapter.batch_ran"])
+def test_a_batch_whose_lane_fails_is_refused_and_the_next_one_runs(place: str) -> None:
+    """Without a terminal reply the sidecar would wait for it for ever."""
+    lanes = Lanes(1, lambda message: BatchDone(message.batch, (), b"", 0.0))
+    arm(f"{place}=error")
+    try:
+        started, refused = answers(lanes, "b1")
+        assert isinstance(started, BatchStarted)
+        assert isinstance(refused, Refused)
+        assert (refused.batch, refused.error.code) == ("b1", "INTERNAL_ERROR")
+        assert [type(reply) for reply in answers(lanes, "b2")] == [BatchStarted, BatchDone]
+    finally:
+        arm("")
+        assert lanes.stop(5.0)

@@ -1,0 +1,623 @@
+"""Who is let into the queue, what is held and what is told to whom: predictions alone, and gateways over the broker in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import GatewayProcess, InProcess, settings_of, until
+from msgspec.structs import replace
+
+from sie_contracts import ipc, messages, topology
+from sie_contracts.broker import BrokerError
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.admission import Admission
+from sie_gateway.backlog import Backlog
+from sie_gateway.cold import ColdStarts
+from sie_gateway.demand import DemandRecords
+from sie_gateway.fleet import Fleet
+from sie_gateway.inbox import Inbox
+from sie_gateway.inference import Call, Inference
+from sie_gateway.metrics import Metrics
+from sie_gateway.peers import Peers, mean_cost
+from sie_gateway.prediction import retry_after_s, tokens_ahead, wait_s
+from sie_gateway.queue import WorkQueue
+from sie_gateway.scaling import wanted_replicas
+
+STREAM = "WORK__default"
+LANE = Lane("_default", "_default", "default")
+SCALING = "/v1/scaling/_default._default.default"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        yield cluster
+
+
+def beat(worker: str = "ghost", *, model: str = "toy/one", state: Any = "loaded", **more: Any) -> Heartbeat:
+    """A worker of this lane, by its heartbeat alone: it takes nothing."""
+    status = ModelStatus(model, state, load_s=more.pop("load_s", 0.0))
+    return Heartbeat(worker, "_default", "_default", "default", True, "0", models=(status,), **more)
+
+
+async def tell(cluster: InProcess, heartbeat: Heartbeat) -> None:
+    await cluster.send(topology.health_subject(heartbeat.worker), messages.encode(heartbeat))
+
+
+# the wait
+
+
+def test_interactive_work_waits_for_its_own_and_for_the_bulk_that_comes_between() -> None:
+    """S6: four interactive batches for each of bulk, so a quarter of it; never more bulk than there is."""
+    for bulk, expected in ((0.0, 4000.0), (100.0, 4100.0), (1e9, 5000.0)):
+        ahead = tokens_ahead("interactive", queued={"interactive": 4000, "bulk": bulk}, waiting={}, key="a", cost=10, overtakes=4)
+        assert ahead == expected
+    assert tokens_ahead("interactive", queued={"interactive": 4000, "bulk": 7000}, waiting={}, key="a", cost=10, overtakes=0) == 11_000
+
+
+def test_bulk_work_lets_so_many_times_its_own_amount_pass() -> None:
+    for interactive, expected in ((100.0, 1100.0), (1e9, 1000 + 4 * 1010)):
+        queued: dict[Any, float] = {"interactive": interactive, "bulk": 1000}
+        assert tokens_ahead("bulk", queued=queued, waiting={}, key="a", cost=10, overtakes=4) == expected
+
+
+def test_of_what_other_keys_have_waiting_no_more_comes_first_than_of_ones_own() -> None:
+    queued: dict[Any, float] = {"interactive": 0, "bulk": 0}
+    waiting = {"a": 6_400_000.0, "b": 50.0}
+    assert tokens_ahead("interactive", queued=queued, waiting=waiting, key="c", cost=100, overtakes=4) == 150
+    assert tokens_ahead("interactive", queued=queued, waiting=waiting, key="a", cost=100, overtakes=4) == 6_400_050
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1e6)), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e4), st.integers(0, 8),
+    st.sampled_from(["interactive", "bulk"]),
+)  # fmt: skip
+def test_more_work_never_makes_the_wait_shorter(
+    waiting: dict[str, float], mine: float, other: float, cost: float, overtakes: int, priority: Any
+) -> None:
+    def ahead(mine: float, other: float, waiting: dict[str, float]) -> float:
+        names = ("interactive", "bulk") if priority == "interactive" else ("bulk", "interactive")
+        queued: dict[Any, float] = dict(zip(names, (mine, other), strict=True))
+        return tokens_ahead(priority, queued=queued, waiting=waiting, key="a", cost=cost, overtakes=overtakes)
+
+    least = ahead(mine, other, waiting)
+    assert mine <= least <= mine + other + 4e6 + 3e4
+    assert least <= ahead(mine + 1, other, waiting)
+    assert least <= ahead(mine, other + 1, waiting)
+    assert least <= ahead(mine, other, {**waiting, "b": waiting.get("b", 0.0) + 1})
+
+
+def test_a_wait_is_not_known_while_a_worker_has_not_measured_its_rate() -> None:
+    assert wait_s(3000, [1000.0, 500.0]) == 2.0
+    assert wait_s(3000, [1000.0, 0.0]) is None
+    assert wait_s(3000, []) is None
+
+
+@pytest.mark.parametrize(("estimate_s", "budget_s", "expected"), [(None, 1, 1), (1.5, 1, 1), (3.2, 1, 3), (500, 1, 5), (2, 30, 1)])
+def test_retry_after_is_when_what_is_ahead_fits_the_budget(estimate_s: float | None, budget_s: float, expected: int) -> None:
+    """E11"""
+    assert retry_after_s(estimate_s, budget_s) == expected
+
+
+# what gateways tell each other
+
+
+async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs() -> None:
+    """O10: three gateways, then one says goodbye and one falls silent."""
+    server, now_s = MemoryServer(), 0.0
+    brokers = [server.connect(f"g{number}") for number in range(3)]
+    peers = [Peers(broker, lambda: {(LANE, "bulk"): 500}, lambda: now_s) for broker in brokers]
+    for one in peers:
+        await one.start()
+    assert [one.count() for one in peers] == [1, 1, 1]
+    peers[0].sent(LANE, "bulk", 10, 1000)
+    peers[1].sent(LANE, "bulk", 10, 3000)
+
+    async def announce(*some: Peers) -> None:
+        for one in some:
+            await brokers[0].send(topology.gateway_subject(one.id), messages.encode(one.beat()))
+        await brokers[0].flush()
+
+    now_s = 1.0
+    await announce(*peers)
+    await until(lambda: [one.count() for one in peers] == [3, 3, 3], "three gateways")
+    await until(lambda: {mean_cost(one.traffic(LANE, "bulk")) for one in peers} == {200.0}, "one mean at all")
+    assert {sum(flow.waiting for flow in one.traffic(LANE, "bulk")) for one in peers} == {1500}
+    assert mean_cost(peers[0].traffic(LANE, "interactive")) == 0.0
+    peers[0].note(messages.GatewayBeat(peers[2].id, leaving=True))
+    assert peers[0].count() == 2
+    now_s = 7.0
+    await announce(peers[0])
+    await until(lambda: peers[0].count() == 1, "the silent one is forgotten")
+    for broker in brokers:
+        await broker.close()
+
+
+# permits
+
+
+class Alone:
+    """The gateway's request path without HTTP, over a broker in memory, before a worker that takes nothing."""
+
+    def __init__(self, server: MemoryServer, settings: Settings) -> None:
+        self.server = server
+        self.broker = server.connect("gateway")
+        self.metrics = Metrics()
+        entry = toy_entry()
+        self.feed = CatalogueFeed(
+            self.broker, None, trusted=("x",), poll_s=1, full_export_s=1, initial=Catalogue({entry.id: entry}, {}, "test:1")
+        )
+        self.fleet = Fleet(self.broker, settings)
+        self.inbox = Inbox(self.broker, self.metrics)
+        self.queue = WorkQueue(self.broker, settings, self.metrics, lambda: None)
+        self.admission = Admission(settings, self.broker, self.fleet, Backlog(self.broker, {"_default"}), self.metrics)
+        demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
+        self.inference = Inference(
+            settings, self.feed, self.fleet, self.queue, self.inbox, self.metrics, {"_default"}, self.admission,
+            ColdStarts(self.fleet, demand, self.metrics),
+        )  # fmt: skip
+
+    async def ask(self, number: int, key: str, texts: int) -> None:
+        async def read() -> bytes:
+            await asyncio.sleep(0)
+            return msgspec.json.encode({"items": ["x" * 400] * texts})
+
+        call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, key=key)
+        await self.inference.answer(call, "encode", self.inference.resolve("toy/one"), read)
+
+
+async def test_ten_thousand_cancelled_requests_leave_every_permit_and_byte_free() -> None:
+    """S7: each is cancelled some steps of the loop after it began, wherever it then is; few may be in the queue at a time.
+
+    Steps: 1. 100 rounds of 100 requests of three keys, of one to six chunks. 2. All cancelled, at random steps. 3. Nothing is held,
+    nothing waits, nothing is in the queue or in the inbox.
+    """
+    server = MemoryServer()
+    gateway = Alone(server, settings_of(SIE_CHUNK_COST="104", SIE_KEY_WINDOW_TOKENS="800", SIE_MAX_CONCURRENT_REQUESTS="1000"))
+    await gateway.queue.ensure_pool("_default")
+    gateway.fleet.note(beat(credit_cost=2000, credit_items=20))
+    chance = random.Random(7)
+    peak = 0
+    for round_number in range(100):
+        tasks = []
+        for number in range(100):
+            request = gateway.ask(round_number * 100 + number, "abc"[number % 3], chance.randint(1, 6))
+            tasks.append(asyncio.create_task(request))
+        due = sorted(tasks, key=lambda _: chance.random())
+        while due:
+            for _ in range(chance.randint(0, 3)):
+                await asyncio.sleep(0)
+            peak = max(peak, gateway.admission.occupied()[0])
+            for task in [due.pop() for _ in range(min(len(due), chance.randint(1, 20)))]:
+                task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ended} <= {asyncio.CancelledError}
+        assert gateway.admission.occupied() == (0, 0, 0)
+    assert 0 < peak <= 3 * 800
+    assert (gateway.inference.in_progress, len(gateway.inbox)) == (0, 0)
+    await until(lambda: not server.streams[STREAM].messages, "every message withdrawn")
+    await gateway.inbox.stop()
+    await gateway.queue.consumers.close()
+    await gateway.broker.close()
+
+
+async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:
+    """L25: the stream takes so many of its chunks; the others, and those stored, are gone."""
+    gateway = await cluster.gateway(SIE_CHUNK_COST="8192", SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_KEY_WINDOW_TOKENS=str(1 << 20))
+    await tell(cluster, beat(credit_cost=20_000))
+    answer = await gateway.encode(*["é" * 16_000] * 60, X_SIE_Timeout_Ms="2000")
+    assert (answer.status_code, answer.json()["code"]) in ((503, "QUEUE_FULL"), (504, "GATEWAY_TIMEOUT"))
+    assert await gateway.metric("sie_gateway_permits_held") == 0
+    assert not cluster.server.streams[STREAM].messages
+
+
+async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluster: InProcess) -> None:
+    """2,048 texts where a key may have three chunks in the queue: all are answered, in order, and the window holds all the time."""
+    await cluster.sidecar(ready=False)
+    gateway = await cluster.gateway(SIE_CHUNK_COST="260", SIE_KEY_WINDOW_TOKENS="800")
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(cluster.server.streams[STREAM].messages))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    texts = [f"{number:098d}" for number in range(2048)]
+    answer = await gateway.encode(*texts)
+    watching.cancel()
+    assert answer.status_code == 200
+    values = [slot["dense"]["values"] for slot in answer.json()["items"]]
+    assert all(values[number] == pytest.approx(vector_of(ids_of(texts[number]))) for number in (0, 1, 1000, 2047))
+    assert 1 <= most <= 3 + 3  # three that hold permits, and those whose ack is on its way
+    assert await gateway.metric("sie_gateway_permits_held") == 0
+
+
+# refusals
+
+
+async def overloaded(cluster: InProcess, gateway: GatewayProcess, *, rate: float) -> list[asyncio.Task[Any]]:
+    """Ten requests of an estimated 100 tokens each in the queue of a worker of this rate that takes nothing."""
+    await tell(cluster, beat(rate=rate))
+    open_ones = [asyncio.create_task(gateway.encode("x" * 392)) for _ in range(10)]
+    await until(lambda: len(cluster.server.streams[STREAM].messages) == 10, "ten messages")
+    return open_ones
+
+
+async def test_what_would_wait_past_its_budget_is_refused_at_once_with_the_estimate(cluster: InProcess) -> None:
+    """S6, O18, E11: 1,000 tokens at 100 a second are 10 s; a budget of 7.5 s is refused for 3 s, one of 30 s is not."""
+    gateway = await cluster.gateway()
+    open_ones = await overloaded(cluster, gateway, rate=100.0)
+    answer = await gateway.encode("y", X_SIE_Timeout_Ms="7500")
+    assert answer.status_code == 503
+    assert (answer.json()["code"], answer.json()["error"]["queue_depth"]) == ("QUEUE_FULL", 10)
+    assert answer.headers["retry-after"] == "3"
+    assert answer.headers["x-should-retry"] == "true"
+    assert await gateway.metric("sie_gateway_rejected_requests_total", reason="wait", machine_profile="_default") == 1
+    assert cluster.server.streams[STREAM].last_sequence == 10
+    patient = asyncio.create_task(gateway.encode("z", X_SIE_Timeout_Ms="30000"))
+    await until(lambda: cluster.server.streams[STREAM].last_sequence == 11, "the patient one is queued")
+    await cluster.sidecar(SIE_WORKER_ID="ghost")
+    assert {answer.status_code for answer in await asyncio.gather(patient, *open_ones)} == {200}
+
+
+async def test_nothing_is_refused_on_a_rate_that_nobody_knows(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    open_ones = await overloaded(cluster, gateway, rate=0.0)
+    hurried = asyncio.create_task(gateway.encode("y", X_SIE_Timeout_Ms="9000"))
+    await until(lambda: cluster.server.streams[STREAM].last_sequence == 11, "it is queued")
+    await cluster.sidecar(SIE_WORKER_ID="ghost")
+    assert {answer.status_code for answer in await asyncio.gather(hurried, *open_ones)} == {200}
+
+
+async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess) -> None:
+    """E11: the work of the ten that are open, 10 s, is more than the 5 s that clients are sent away for at most."""
+    gateway = await cluster.gateway(SIE_MAX_CONCURRENT_REQUESTS="10", SIE_GATEWAY_REQUEST_TIMEOUT="100")
+    open_ones = await overloaded(cluster, gateway, rate=100.0)
+    answer = await gateway.encode("y")
+    assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "QUEUE_FULL", "5")
+    assert answer.json()["error"]["queue_depth"] == 10
+    await cluster.sidecar(SIE_WORKER_ID="ghost")
+    assert {answer.status_code for answer in await asyncio.gather(*open_ones)} == {200}
+
+
+# cold lanes and models
+
+
+async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(cluster: InProcess) -> None:
+    """A8, O11: 503 to everybody, 202 to the client that expects it; the work is withdrawn, and the demand stands at every gateway."""
+    gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
+    plain, told = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="1"))
+    error = plain.json()["error"]
+    assert (plain.status_code, error["code"], error["retryable"]) == (503, "PROVISIONING", True)
+    assert (plain.headers["retry-after"], plain.headers["x-should-retry"]) == ("5", "true")
+    assert told.status_code == 202
+    assert set(told.json()) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
+    assert (told.json()["status"], told.json()["gpu"], told.json()["bundle"]) == ("provisioning", "_default", "default")
+    assert told.headers["retry-after"] == "5"
+    assert {name: error[name] for name in ("status", "gpu", "bundle")} == {name: told.json()[name] for name in ("status", "gpu", "bundle")}
+    assert not cluster.server.streams[STREAM].messages
+    assert await gateways[0].metric("sie_gateway_provisioning_responses_total") == 2
+    assert await gateways[0].metric("sie_gateway_pending_demand", machine_profile="_default", bundle="default") == 1
+    for gateway in gateways:
+        figures = (await gateway.get(SCALING)).json()
+        assert figures == {
+            "lane": "_default._default.default", "backlog_items": 0, "backlog_cost": 0, "oldest_age_s": 0.0, "ready_workers": 0,
+            "wanted_replicas": 1, "reserved": 0, "demand": 1,
+        }  # fmt: skip
+
+
+async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start_is_a_slow_200(cluster: InProcess) -> None:
+    """A8"""
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
+    asked = asyncio.create_task(gateway.encode("x"))
+    await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
+    await cluster.sidecar()
+    assert (await asked).status_code == 200
+    assert cluster.server.streams[STREAM].last_sequence == 1
+
+
+async def test_a_model_that_is_being_loaded_says_so_when_the_hold_ends_and_never_a_time_out(cluster: InProcess) -> None:
+    """O6: the estimate is what is left of the time that its last load took."""
+    adapter = await cluster.adapter()
+    adapter.hold_loads = True
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="1")
+    await cluster.sidecar(adapter)
+    for headers in ({}, {"X_SIE_SDK_Version": "1"}, {"X_SIE_Timeout_Ms": "500"}):
+        answer = await gateway.encode("x", **headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "MODEL_LOADING")
+        assert 1 <= int(answer.headers["retry-after"]) <= 5
+        assert 1 <= error["estimated_wait_s"] <= 10
+    assert adapter.loads == ["toy/one"]
+    adapter.let_go()
+    assert (await gateway.encode("x")).status_code == 200
+
+
+async def test_a_ready_worker_that_has_not_begun_to_load_is_waited_for_to_the_end_of_the_budget(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="0.1")
+    await tell(cluster, beat(model="toy/other"))
+    answer = await gateway.encode("x", X_SIE_Timeout_Ms="600")
+    assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
+
+
+def test_the_time_that_is_left_of_a_load_is_told_by_the_last_one() -> None:
+    """E11"""
+    now_s = 100.0
+    fleet = Fleet(MemoryServer().connect("x"), settings_of(), lambda: now_s)
+    fleet.note(beat("w1", state="loading"))
+    assert fleet.loading_left_s(LANE, "toy/one") == 10.0
+    now_s = 104.0
+    fleet.note(beat("w1", state="loading", load_s=60.0))
+    assert fleet.loading_left_s(LANE, "toy/one") == 56.0
+    now_s = 170.0
+    fleet.note(beat("w1", state="loading", load_s=60.0))
+    assert fleet.loading_left_s(LANE, "toy/one") == 1.0
+    fleet.note(beat("w1", load_s=60.0))
+    assert fleet.loading_left_s(LANE, "toy/one") is None
+    fleet.note(beat("w1", model="toy/other", state="unloading"))
+    assert fleet.loading_left_s(LANE, "toy/one") == 10.0
+
+
+def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
+    """A17: asked for at 0, ready by 40; asked for again at 1,000."""
+    now_s = 0.0
+    settings, server = settings_of(), MemoryServer()
+    fleet = Fleet(server.connect("x"), settings, lambda: now_s)
+    demand = DemandRecords(server.connect("y"), lambda: now_s, storage="memory", replicas=1)
+    cold = ColdStarts(fleet, demand, Metrics(), lambda: now_s)
+    cold.asked(LANE)
+    assert cold.start_left_s(LANE) == 60.0
+    now_s = 20.0
+    cold.asked(LANE)
+    assert cold.start_left_s(LANE) == 40.0
+    now_s = 40.0
+    fleet.note(beat(state="loading"))
+    cold.asked(LANE)
+    fleet.note(replace(beat(), leaving=True))
+    now_s = 1000.0
+    cold.asked(LANE)
+    assert cold.start_left_s(LANE) == 40.0
+
+
+async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(tmp_path: Path) -> None:
+    """S3, L7, L8: 200 requests for a model whose load is held; 40 for another meanwhile run as before, one after the other at most a
+    batch late; then the first are answered by their first delivery."""
+    async with InProcess(tmp_path, toy_entry(), toy_entry("toy/slow")) as cluster:
+        adapter, gateway = await cluster.adapter(), await cluster.gateway()
+        await cluster.sidecar(adapter)
+        assert (await gateway.encode("warm")).status_code == 200
+        adapter.hold_loads = True
+        slow = [asyncio.create_task(gateway.encode(f"{number}", model="toy/slow")) for number in range(200)]
+        await adapter.until(lambda adapter: "toy/slow" in adapter.loads, "the load")
+        for number in range(40):
+            begun = len(adapter.batches)
+            assert (await gateway.encode(f"quick {number}")).status_code == 200
+            assert len(adapter.batches) == begun + 1
+        assert not any(task.done() for task in slow)
+        adapter.let_go()
+        assert {answer.status_code for answer in await asyncio.gather(*slow)} == {200}
+        assert adapter.loads == ["toy/one", "toy/slow"]
+        assert await gateway.metric("sie_gateway_chunk_deliveries_bucket", le="1.0") == 241
+
+
+# scaling
+
+
+@pytest.mark.parametrize(("backlog", "arriving", "rate", "ready", "reserved", "demand", "expected"), [
+    (0, 0, 0, 0, 0, False, 0), (0, 0, 1000, 3, 0, False, 0),  # nothing to do
+    (1, 0, 0, 0, 0, False, 1), (0, 0, 0, 0, 0, True, 1), (1, 0, 0, 3, 0, False, 3),  # no rate yet: one, or those that are ready
+    (0, 0, 1000, 0, 2, False, 2),  # what is reserved
+    (0, 700, 1000, 1, 0, False, 1), (0, 710, 1000, 1, 0, False, 2), (0, 7000, 1000, 3, 0, False, 10),  # by what comes in
+    (21_000, 0, 1000, 0, 0, False, 1), (210_000, 0, 1000, 4, 0, False, 10), (210_000, 700, 1000, 4, 0, False, 11),  # and what is there
+    (0, 1, 1000, 1, 0, False, 0),  # what fades out
+])  # fmt: skip
+def test_wanted_replicas_follow_from_work_and_rate(
+    backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool, expected: int
+) -> None:
+    """A11"""
+    found = wanted_replicas(backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand)
+    assert found == expected
+
+
+@given(st.floats(0, 1e7), st.floats(0, 1e6), st.just(0.0) | st.floats(1, 1e6), st.integers(0, 50), st.integers(0, 5), st.booleans())
+def test_more_work_never_wants_fewer_workers(
+    backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool
+) -> None:
+    def wanted(backlog: float, arriving: float, demand: bool) -> int:
+        return wanted_replicas(
+            backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand
+        )
+
+    least = wanted(backlog, arriving, demand)
+    assert least >= max(reserved, 1 if backlog or demand else 0)
+    assert least <= wanted(backlog * 1.5, arriving, demand)
+    assert least <= wanted(backlog, arriving * 1.5, demand)
+    assert least <= wanted(backlog, arriving, True)
+
+
+async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_written_again_when_it_ages() -> None:
+    """A2, by the broker's clock. A broker that is away delays the record and does not lose it."""
+    server, now_s = MemoryServer(), 1000.0
+    brokers = [server.connect(f"g{number}") for number in range(2)]
+    writer, reader = (DemandRecords(broker, lambda: now_s, storage="memory", replicas=1) for broker in brokers)
+    stop = Stop()
+    running = asyncio.create_task(writer.run(stop))
+    assert not await reader.is_wanted(LANE)
+
+    async def written(count: int) -> None:
+        buckets = server.buckets
+        await until(lambda: (bucket := buckets.get(topology.DEMAND_BUCKET)) and bucket.revision == count, f"{count} writes")
+
+    writer.note(LANE)
+    await written(1)
+    assert await reader.is_wanted(LANE)
+    assert not await reader.is_wanted(Lane("_default", "l4", "default"))
+    now_s += 4
+    writer.note(LANE)  # young enough
+    now_s += 55
+    assert await reader.is_wanted(LANE)
+    now_s += 1.5
+    assert not await reader.is_wanted(LANE)
+    assert not writer.pending()
+    server.disconnect()
+    writer.note(LANE)
+    assert writer.pending() == {LANE}
+    server.reconnect()
+    await written(2)
+    assert await reader.is_wanted(LANE)
+    stop.request()
+    await running
+    for broker in brokers:
+        await broker.close()
+
+
+async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() -> None:
+    """A1, A4: by lane and priority, waiting and leased, models that share a consumer included."""
+    server, now_s = MemoryServer(), 0.0
+    broker = server.connect("g")
+    backlog = Backlog(broker, {"_default"}, lambda: now_s)
+    assert backlog.messages(LANE, "bulk") is None
+    await broker.ensure_stream(topology.work_stream("_default", storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True)
+    other = Lane("_default", "_default", "default-2")
+    work = [(LANE, "bulk", "a"), (LANE, "bulk", "b"), (LANE, "interactive", "a"), (other, "bulk", "a")]
+    for number, (lane, priority, model) in enumerate(work):
+        for subject in (topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)):
+            await broker.publish(subject, b"x", f"{number}.{subject}")
+    await asyncio.gather(*(backlog.fresh("_default", 1.0) for _ in range(5)))
+    assert (backlog.messages(LANE, "bulk"), backlog.messages(LANE, "interactive"), backlog.messages(other, "bulk")) == (4, 2, 2)
+    assert backlog.of_model(LANE, "bulk", "a") == 2
+    server.disconnect()
+    with pytest.raises(BrokerError):
+        await backlog.fresh("_default", 0.0)
+    assert backlog.messages(LANE, "bulk") == 4
+    now_s = 6.0
+    assert backlog.messages(LANE, "bulk") is None
+    server.reconnect()
+    await backlog.stop()
+    await broker.close()
+
+
+async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(cluster: InProcess) -> None:
+    """A4, A6, A11: what is leased counts as what waits; the oldest has an age; equal figures at three gateways."""
+    gateways = [await cluster.gateway() for _ in range(3)]
+    assert (await gateways[2].get(SCALING)).json()["wanted_replicas"] == 0
+    asked = [asyncio.create_task(gateway.encode("x" * 392)) for gateway in gateways[:2]]
+    await until(lambda: len(cluster.server.streams[STREAM].messages) == 2, "queued work")
+
+    async def figures(gateway: GatewayProcess) -> dict[str, Any]:
+        found: dict[str, Any] = (await gateway.get(SCALING)).json()
+        return found
+
+    async with asyncio.timeout(10):
+        while True:  # until each has heard of what the others sent
+            told = [await figures(gateway) for gateway in gateways]
+            ages = [each.pop("oldest_age_s") for each in told]
+            if all(each["backlog_cost"] == 200 for each in told):
+                break
+    assert told[0] == told[1] == told[2]
+    assert (told[0]["backlog_items"], told[0]["wanted_replicas"], told[0]["demand"]) == (2, 1, 1)
+    assert all(0 < age < 10 for age in ages)
+    adapter = await cluster.adapter()
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    await adapter.until(lambda adapter: adapter.batches, "a batch")
+    leased = await figures(gateways[0])
+    assert (leased["backlog_items"], leased["ready_workers"], leased["wanted_replicas"]) == (2, 1, 1)
+    adapter.let_go()
+    assert {(await each).status_code for each in asked} == {200}
+
+
+async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cannot_know(cluster: InProcess) -> None:
+    """A1: 404 for an unknown lane, zeros for one without traffic, 503 without the broker."""
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="L4, a100")
+    for lane in ("_default.l4.default", "_default.a100.default", "_default._default.default"):
+        answer = await gateway.client.get(f"/v1/scaling/{lane}")
+        assert answer.status_code == 200
+        assert [answer.json()[name] for name in ("backlog_items", "backlog_cost", "oldest_age_s", "wanted_replicas", "demand")] == [0] * 5
+    for lane in ("_default.h100.default", "other.l4.default", "_default.l4.nothing", "x"):
+        answer = await gateway.client.get(f"/v1/scaling/{lane}")
+        assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
+    cluster.server.disconnect()
+    answer = await gateway.get("/v1/scaling/_default.l4.default")
+    cluster.server.reconnect()
+    assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "QUEUE_UNAVAILABLE", "2")
+
+
+async def test_scaling_needs_a_token_on_the_main_port_and_none_on_that_of_metrics(cluster: InProcess) -> None:
+    """X12"""
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good")
+    assert (await gateway.client.get(SCALING)).status_code == 401
+    assert (await gateway.client.get(SCALING, headers={"Authorization": "Bearer secret-good"})).status_code == 200
+    assert (await gateway.get(SCALING)).status_code == 200
+
+
+# fairness
+
+
+class TimedAdapter(FakeAdapter):
+    """A device that runs one batch after the other, each in a time by its tokens. `waits` says what each batch found before it."""
+
+    def __init__(self, path: Path, token_s: float) -> None:
+        super().__init__(path)
+        self.token_s = token_s
+        self._device = asyncio.Lock()
+
+    async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
+        self.batches.append(batch)
+        self._note()
+        async with self._device:
+            await asyncio.sleep(self.token_s * tokens_of(batch))
+        self.batches.remove(batch)
+        await super()._run(batch, writer)
+
+
+def tokens_of(batch: ipc.RunBatch) -> int:
+    return len(batch.ids) // 4
+
+
+async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next_batch(cluster: InProcess) -> None:
+    """S9: key a has 40,960 texts of 60 tokens before it, key b asks one at a time. Steps: 1. ten requests of a; 2. when the device is
+    busy, requests of b; each runs after at most what two full batches hold, of the 150 that are to come. 3. The backlog ends as usual."""
+    adapter = TimedAdapter(cluster.folder / "timed.sock", 2e-6)
+    await adapter.start()
+    cluster.adapters.append(adapter)
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS="key-a,key-b", SIE_CHUNK_COST="1024")
+    await cluster.sidecar(adapter, SIE_MAX_BATCH_COST="4096", SIE_BATCHER_MAX_BATCH_REQUESTS="64")
+    a, b = ({"Authorization": f"Bearer key-{name}"} for name in "ab")
+    assert (await gateway.encode(*["x" * 58] * 40, **a)).status_code == 200  # a token of this tokenizer is a byte: that is learnt
+    await until(lambda: any(status.state == "loaded" for status in cluster.beats[-1].models), "a heartbeat that says loaded")
+    assert (await gateway.encode("warm", **b)).status_code == 200
+    backlog = [asyncio.create_task(gateway.encode(*[f"{number:058d}"] * 2048, **a)) for number in range(10)]
+    await until(lambda: len(adapter.batches) > 5, "a busy device")
+    ahead = []
+    for number in range(25):
+        text = f"b {number}"
+        before = list(adapter.batches)
+        assert (await gateway.encode(text, **b)).status_code == 200
+        mine = next(batch for batch in reversed(adapter.batches) if text in texts_of(batch))
+        passed = [batch for batch in adapter.batches[: adapter.batches.index(mine)] if batch not in before]
+        ahead.append(sum(map(tokens_of, passed)))
+    assert not all(task.done() for task in backlog)
+    assert sorted(ahead)[-2] <= 2 * 4096
+    for task in backlog:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*backlog)

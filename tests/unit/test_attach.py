@@ -1,0 +1,455 @@
+"""Clients that leave, come back or stay away, over real sockets and the whole ASGI stack; and what a cancelled request leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_adapter import FakeAdapter, ids_of, vector_of
+from inprocess import GatewayProcess, InProcess, settings_of, until
+from nats_server import NatsServer
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import CoreMessage
+from sie_contracts.broker.nats import connect
+from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
+from sie_contracts.messages import Cancel, Input, RunOptions, WorkItem
+from sie_gateway import attach
+from sie_gateway.app import Edge
+from sie_gateway.attach import Attachments, ClientGone
+from sie_gateway.inference import Inference
+from sie_gateway.metrics import Metrics
+from sie_gateway.queue import WorkQueue
+
+STREAM = "WORK__default"
+WINDOW_S = 0.4
+
+
+# the table, without HTTP
+
+
+@dataclass
+class Client:
+    """A client as the ASGI server shows it."""
+
+    path: str = "/v1/encode/m"
+    headers: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+class Runs:
+    """Runs of a table, each a task that waits to be told its end."""
+
+    def __init__(self, **limits: float) -> None:
+        self.table: Attachments[str] = Attachments(**{"window_s": 60.0, "watch_after_s": 0.0, **limits})
+        self.ends: list[asyncio.Future[str]] = []
+
+    def start(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
+        end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ends.append(end)
+
+        async def run() -> str:
+            with self.table.attend(client, body) as run:
+                run.answer = await end
+            return run.answer
+
+        return asyncio.create_task(run())
+
+    async def away(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
+        """A run whose client has left."""
+        count = len(self.table)
+        task = self.start(client, body)
+        client.gone.set()
+        await until(lambda: len(self.table) == count + 1 or task.done(), "a run without a client")
+        return task
+
+
+async def test_the_same_request_takes_the_place_of_a_client_that_left() -> None:
+    runs = Runs()
+    first = await runs.away(Client(labels={"model": "m"}))
+    client = Client()
+    run = runs.table.find(client, b"body")
+    assert run is not None
+    joined = asyncio.create_task(run.join(client, 10.0))
+    await until(lambda: not len(runs.table), "the place is taken")
+    assert runs.table.find(Client(), b"body") is None, "nobody else may have it"
+    runs.ends[0].set_result("answer")
+    assert await joined == await first == "answer"
+    assert client.labels == {"model": "m"}
+    assert (runs.table.joined, runs.table.abandoned) == (1, 0)
+    await until(lambda: not len(runs.table.tasks), "nobody is watched any more")
+
+
+@pytest.mark.parametrize("change", [{"path": "/v1/encode/other"}, *({"headers": {name: "x"}} for name in attach.HEADERS)], ids=str)
+async def test_another_path_or_header_is_another_request(change: dict[str, Any]) -> None:
+    """Nobody gets what another token asked for, nor in another form."""
+    runs = Runs()
+    task = await runs.away(Client())
+    assert runs.table.find(Client(**change), b"body") is None
+    assert runs.table.find(Client(), b"ydob") is None
+    assert runs.table.find(Client(headers={"x-request-id": "x", "traceparent": "y"}), b"body") is not None
+    runs.ends[0].set_result("")
+    await task
+
+
+async def test_nobody_joins_a_client_that_is_still_there() -> None:
+    runs = Runs()
+    task = runs.start(Client())
+    await asyncio.sleep(0.05)  # beyond the time at which it is watched
+    assert runs.table.find(Client(), b"body") is None
+    runs.ends[0].set_result("answer")
+    assert await task == "answer"
+
+
+async def test_a_run_whose_client_stays_away_is_cancelled_when_the_window_ends() -> None:
+    runs = Runs(window_s=0.05)
+    task = await runs.away(Client())
+    with pytest.raises(ClientGone):
+        await task
+    assert (len(runs.table), runs.table.abandoned, len(runs.table.tasks)) == (0, 1, 0)
+
+
+async def test_whoever_joined_and_leaves_begins_the_window_again() -> None:
+    runs = Runs(window_s=0.2)
+    first = await runs.away(Client())
+    for _ in range(3):
+        client = Client()
+        run = runs.table.find(client, b"body")
+        assert run is not None
+        joined = asyncio.create_task(run.join(client, 10.0))
+        await until(lambda: not len(runs.table), "the place is taken")
+        await asyncio.sleep(0.15)  # most of a window
+        client.gone.set()
+        with pytest.raises(ClientGone):
+            await joined
+        assert len(runs.table) == 1
+    with pytest.raises(ClientGone):
+        await first
+    assert (runs.table.joined, runs.table.abandoned) == (3, 1)
+
+
+async def test_who_joins_gets_the_error_of_the_run_and_waits_no_longer_than_its_own_budget() -> None:
+    runs = Runs()
+    task = await runs.away(Client())
+    for budget_s, expected in ((0.02, GatewayTimeout), (10.0, ModelNotFound)):
+        client = Client()
+        run = runs.table.find(client, b"body")
+        assert run is not None
+        joined = asyncio.create_task(run.join(client, budget_s))
+        await until(lambda: not len(runs.table), "the place is taken")
+        if expected is ModelNotFound:
+            runs.ends[0].set_exception(ModelNotFound("gone"))
+        with pytest.raises(expected):
+            await joined
+    with pytest.raises(ModelNotFound):
+        await task
+
+
+async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
+    runs = Runs()
+    task = await runs.away(Client())
+    client = Client()
+    run = runs.table.find(client, b"body")
+    assert run is not None
+    joined = asyncio.create_task(run.join(client, 10.0))
+    await until(lambda: not len(runs.table), "the place is taken")
+    task.cancel()
+    with pytest.raises(ShuttingDown):
+        await joined
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many runs, and bytes of bodies, wait at most."""
+    runs = Runs()
+    kept = [await runs.away(Client(), b"%d" % number) for number in range(attach.MOST_AWAY)]
+    with pytest.raises(ClientGone):
+        await (await runs.away(Client(), b"one more"))
+    assert len(runs.table) == attach.MOST_AWAY
+    runs.table.close()
+    assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*kept, return_exceptions=True))
+    large = Runs()
+    body = bytes(attach.MOST_AWAY_BYTES // 2 + 1)
+    held = await large.away(Client(), body)
+    with pytest.raises(ClientGone):
+        await (await large.away(Client(), body))
+    large.ends[0].set_result("")
+    await held
+    assert len(large.table) == 0
+
+
+async def test_once_closed_nobody_is_waited_for() -> None:
+    """A gateway that drains: who comes back comes to another one."""
+    runs = Runs()
+    away = await runs.away(Client())
+    runs.table.close()
+    with pytest.raises(ClientGone):
+        await away
+    with pytest.raises(ClientGone):
+        await (await runs.away(Client()))
+
+
+async def test_a_quick_run_starts_no_task() -> None:
+    runs = Runs(watch_after_s=1.0)
+    task = runs.start(Client())
+    await asyncio.sleep(0)
+    tasks = len(asyncio.all_tasks())
+    runs.ends[0].set_result("answer")
+    assert await task == "answer"
+    assert (tasks, len(runs.table.tasks)) == (2, 0)
+
+
+# over sockets
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        yield cluster
+
+
+def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Inference:
+    """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
+    port = gateway.url.rpartition(":")[2]
+    (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
+    edge = server.get_coro().cr_frame.f_locals["self"].config.app  # type: ignore[union-attr]
+    assert isinstance(edge, Edge)
+    inference = edge._gateway.inference
+    inference.away.window_s, inference.away.watch_after_s = window_s, 0.01
+    return inference
+
+
+class Connection:
+    """A connection of its own, that can be closed at any moment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def ask(cls, gateway: GatewayProcess, *texts: str, sent: int | None = None, **headers: str) -> Connection:
+        """Post an encode request; of its body only `sent` bytes, if given."""
+        host, port = gateway.url.removeprefix("http://").split(":")
+        connection = cls(*await asyncio.open_connection(host, int(port)))
+        body = json.dumps({"items": list(texts)}).encode()
+        lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        head = ["POST /v1/encode/toy/one HTTP/1.1", "host: x", f"content-length: {len(body)}", *lines, "", ""]
+        connection.writer.write("\r\n".join(head).encode() + body[:sent])
+        await connection.writer.drain()
+        return connection
+
+    async def leave(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+    async def answer(self) -> tuple[int, dict[str, Any]]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        (length,) = (line.partition(":")[2] for line in head.splitlines() if line.lower().startswith("content-length"))
+        body = json.loads(await self.reader.readexactly(int(length)))
+        await self.leave()
+        return int(head.split()[1]), body
+
+
+def queued(cluster: InProcess) -> int:
+    return cluster.server.streams[STREAM].state().messages
+
+
+async def cancels(cluster: InProcess) -> list[Cancel]:
+    """What workers are told from now on."""
+    told: list[Cancel] = []
+
+    async def on_cancel(message: CoreMessage) -> None:
+        told.append(messages.decode_cancel(message.data))
+
+    await cluster._observer.subscribe(topology.cancel_subject("_default"), on_cancel)
+    return told
+
+
+async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, FakeAdapter]:
+    """A gateway, and a worker whose device stands still."""
+    gateway, adapter = await cluster.gateway(**environ), await cluster.adapter()
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    return gateway, adapter
+
+
+async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are_told(cluster: InProcess) -> None:
+    """O5, contract 2.7: not before the window ends; then permits, collector and messages are gone as well."""
+    gateway = await cluster.gateway()
+    inference, told = inference_of(gateway), await cancels(cluster)
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: queued(cluster) == 1, "queued work")
+    await client.leave()
+    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    await asyncio.sleep(WINDOW_S / 2)
+    assert queued(cluster) == 1
+    await until(lambda: not queued(cluster), "the queue is empty")
+    await until(lambda: told, "a cancellation")
+    assert (len(inference._inbox), inference.in_progress) == (0, 0)
+    assert len(told[0].requests) == 1
+    assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
+
+
+async def test_the_window_is_ten_seconds(cluster: InProcess) -> None:
+    """Contract 2.7, with the real figures: it is noticed a second after the request came, and given up ten later."""
+    gateway = await cluster.gateway()
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: queued(cluster) == 1, "queued work")
+    began_s = asyncio.get_running_loop().time()
+    await client.leave()
+    await until(lambda: not queued(cluster), "the queue is empty", timeout_s=15)
+    assert 9.9 < asyncio.get_running_loop().time() - began_s < 13
+
+
+async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cluster: InProcess) -> None:
+    """O5: one batch at the device, one answer, after two clients gave up."""
+    gateway, adapter = await held(cluster)
+    inference = inference_of(gateway, window_s=60.0)
+    for _ in range(2):
+        client = await Connection.ask(gateway, "hello")
+        await adapter.until(lambda each: each.running, "a batch")
+        await until(lambda: not len(inference.away), "a client is there")
+        await client.leave()
+        await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: inference.away.joined == 2, "it is known again")
+    adapter.let_go()
+    status, body = await client.answer()
+    assert status == 200
+    assert body["items"][0]["dense"]["values"] == pytest.approx(vector_of(ids_of("hello")))
+    assert (len(adapter.batches), inference.in_progress) == (1, 0)
+
+
+async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
+    gateway, adapter = await held(cluster)
+    inference = inference_of(gateway, window_s=60.0)
+    client = await Connection.ask(gateway, "hello")
+    await adapter.until(lambda each: each.running, "a batch")
+    await client.leave()
+    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    others = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
+    await until(lambda: inference.in_progress == 3, "three runs")
+    assert inference.away.joined == 0
+    adapter.let_go()
+    assert [(await other.answer())[0] for other in others] == [200, 200]
+
+
+async def test_equal_requests_of_clients_that_are_there_are_run_each(cluster: InProcess) -> None:
+    """Nothing is shared between them but what the device shares between any two."""
+    gateway, adapter = await held(cluster)
+    inference_of(gateway)
+    clients = [await Connection.ask(gateway, "hello") for _ in range(3)]
+    stream = cluster.server.streams[STREAM]
+    await until(lambda: stream.last_sequence == 3, "three messages")
+    adapter.let_go()
+    assert [(await client.answer())[0] for client in clients] == [200] * 3
+
+
+async def test_an_upload_that_breaks_off_leaves_nothing(cluster: InProcess) -> None:
+    """Half of a body, then the connection ends: nothing is queued, nothing waits, and it is no fault of anybody's."""
+    gateway = await cluster.gateway()
+    inference = inference_of(gateway)
+    client = await Connection.ask(gateway, "x" * 100_000, sent=50_000)
+    await until(lambda: inference.in_progress == 1, "the request has begun")
+    await client.leave()
+    await until(lambda: not inference.in_progress, "the request has ended")
+    assert (queued(cluster), cluster.server.streams[STREAM].last_sequence, len(inference.away)) == (0, 0, 0)
+    assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
+
+
+async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    inference = inference_of(gateway, window_s=60.0)
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: queued(cluster) == 1, "queued work")
+    await client.leave()
+    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    began_s = asyncio.get_running_loop().time()
+    assert await gateway.end() == 0
+    assert asyncio.get_running_loop().time() - began_s < 5
+    assert queued(cluster) == 0
+
+
+async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: InProcess) -> None:
+    """S7: requests of 40 messages, each cancelled some turns of the loop later than the one before: no collector, no permit, no message.
+
+    The worker holds what it was given; its device stands still.
+    """
+    gateway, _ = await held(cluster, SIE_CHUNK_COST="64")
+    inference = inference_of(gateway)
+    inbox, texts = inference._inbox, [f"{number:098d}" for number in range(80)]
+    stored = set()
+    for turns in range(150):
+        client = await Connection.ask(gateway, *texts)
+        while not inference.in_progress:  # noqa: ASYNC110  the next turn of the loop is meant
+            await asyncio.sleep(0)
+        (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stored.add(queued(cluster))
+        handler.cancel()
+        await asyncio.wait({handler})
+        await until(lambda: not queued(cluster), f"the queue is empty after a cancellation at turn {turns}")
+        assert (len(inbox), inbox.unfinished_bytes, inference.in_progress) == (0, 0, 0)
+        assert inference._admission.occupied() == (0, 0, 0)
+        await client.leave()
+    assert 0 in stored
+    assert len(stored) > 2, "some were cancelled between two messages"
+
+
+async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: Path) -> None:
+    """L25: of eight messages of 200 kB five fit into the stream; all are removed, workers are told, the client gets one answer."""
+    async with InProcess(tmp_path) as cluster:
+        gateway, adapter = await held(cluster, SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_CHUNK_COST="500")
+        adapter.hold_batches = False
+        assert (await gateway.encode("the model is loaded")).status_code == 200
+        await until(lambda: (beat := cluster.last_beat("w0")) and any(each.state == "loaded" for each in beat.models), "a loaded model")
+        adapter.hold_batches = True
+        told = await cancels(cluster)
+        answer = await gateway.encode(*(f"{number}" * 200_000 for number in range(8)))
+        assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_FULL")
+        assert answer.json()["error"]["queue_depth"] >= 0
+        await until(lambda: told, "a cancellation")
+        await until(lambda: queued(cluster) == 0, "the removal of its siblings")
+        assert cluster.server.streams[STREAM].last_sequence >= 5
+        assert len(adapter.batches) <= 2, "the warm one, and what was at the device by then"
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_all_the_same(tmp_path: Path, chunks: int) -> None:
+    """S7 L10: at a real broker the message is stored, its sequence is not known yet; cancelled at each turn of the loop."""
+    lane = topology.Lane("_default", "cpu", "default")
+    with NatsServer(tmp_path / "nats") as server:
+        broker = await connect(server.url, name="gateway")
+        queue = WorkQueue(broker, settings_of(), Metrics(), lambda: None)
+        await queue.ensure_pool("_default")
+        done = 0
+        for turns in range(100):
+            items = [
+                WorkItem(f"r{turns}", chunk, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000) for chunk in range(chunks)
+            ]
+            publishing = asyncio.create_task(queue.publish(lane, items, time.perf_counter() + 60))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            publishing.cancel()
+            ended = (await asyncio.gather(publishing, return_exceptions=True))[0]
+            if isinstance(ended, list):
+                done += 1
+                await queue.withdraw("_default", ended)
+        assert done < 100
+        await queue.close()
+        state = await broker.stream_state(STREAM)
+        assert (state.messages, state.last_sequence > 10) == (0, True)
+        await broker.close()

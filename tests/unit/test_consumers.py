@@ -1,0 +1,366 @@
+"""The life of consumers: which one takes a model's work, that it is there while it is needed, and when it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from consumer_race import LANE, item, race, work_queue
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import settings_of, until
+
+from sie_contracts import topology
+from sie_contracts.broker import Broker, ConsumerState, Delivery
+from sie_contracts.broker.memory import MemoryBroker, MemoryServer
+from sie_contracts.errors import QueueFull
+from sie_contracts.runtime import failpoints
+from sie_contracts.runtime.failpoints import FailpointError
+from sie_contracts.settings import SettingError
+from sie_gateway import consumers as life
+from sie_gateway.consumers import Consumers, Rest, given_up, rests
+from sie_gateway.duty import Duty
+
+STREAM = topology.stream_name(LANE.pool)
+SPEC = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[MemoryServer]:
+    made = MemoryServer()
+    broker = made.connect("owner")
+    await broker.ensure_stream(SPEC, owner=True)
+    yield made
+    await broker.close()
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
+def state(name: str, *, delivered: int = 0, waiting: int = 0, leased: int = 0) -> ConsumerState:
+    return ConsumerState(name, "sie.work.x", 10.0, topology.TOPOLOGY_VERSION, delivered, waiting, leased)
+
+
+async def gateway(server: MemoryServer, clock: Clock, *, limit: int = 256, idle_s: float = life.IDLE_S) -> life.StreamConsumers:
+    stream = life.StreamConsumers(server.connect("gateway"), STREAM, limit, idle_s, clock)
+    await stream.start()
+    return stream
+
+
+def routed(stream: life.StreamConsumers, model: str, deadline_s: float) -> life.Route:
+    return stream.route(*life._routes(LANE, "interactive", model, 10.0), deadline_s)
+
+
+def names(server: MemoryServer) -> set[str]:
+    return set(server.streams[STREAM].consumers)
+
+
+# ---- the pure core
+
+
+def test_a_consumer_rests_from_when_it_was_first_seen_to_do_nothing() -> None:
+    first = rests({}, [state("a", delivered=3), state("b"), state("c", waiting=1)], 10.0)
+    second = rests(first, [state("a", delivered=3), state("b", delivered=1), state("c", waiting=1), state("new")], 20.0)
+    assert {name: rest.since_s for name, rest in second.items()} == {"a": 10.0, "b": 20.0, "c": 20.0, "new": 20.0}
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from("abcdef"), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)), unique_by=lambda each: each[0]
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_only_what_did_nothing_for_the_whole_time_is_given_up(history: list[list[tuple[str, int, int, int]]]) -> None:
+    """Over any history of observations a minute apart: whatever is deleted was seen unchanged, empty and unleased for the time."""
+    known: dict[str, Rest] = {}
+    for minute, seen in enumerate(history):
+        known = rests(known, [state(name, delivered=count, waiting=w, leased=held) for name, count, w, held in seen], minute * 60.0)
+        assert set(known) == {name for name, *_ in seen}
+        for name in given_up(known, minute * 60.0, 1000, 180.0):
+            last = [next((entry for entry in each if entry[0] == name), None) for each in history[minute - 3 : minute + 1]]
+            assert None not in last
+            assert len({entry[1] for entry in last if entry}) == 1
+            assert not any(entry[2] or entry[3] for entry in last[1:] if entry)
+
+
+def test_a_crowded_stream_gives_up_those_at_rest_for_the_longest() -> None:
+    """15 of 16 places are filled at most once the collector has been there, and never from those that were busy lately."""
+    resting = {f"own__{number:02}": Rest(1, float(number * 100)) for number in range(20)}
+    resting |= {"x__y__bulk___s1": Rest(1, 0.0)}
+    assert given_up(resting, 2000.0, 16, 3600.0) == ["own__00", "own__01", "own__02", "own__03", "own__04"]
+    assert given_up(resting, 500.0, 16, 3600.0) == ["own__00", "own__01", "own__02"]
+    assert given_up(resting, 2000.0, 100, 3600.0) == []
+    assert "x__y__bulk___s1" in given_up(resting, 3600.0, 16, 3600.0)
+
+
+# ---- routes
+
+
+async def test_beyond_the_bound_models_share_slots_until_a_place_is_free(server: MemoryServer) -> None:
+    clock = Clock()
+    stream = await gateway(server, clock, limit=2)
+    for model in ("toy/a", "toy/b"):
+        await stream.ensure(routed(stream, model, 1010.0).consumer)
+    cold = routed(stream, "toy/c", 1010.0)
+    assert topology.is_slot(cold.consumer.name)
+    assert cold.consumer.subject.endswith(".*")
+    await stream.ensure(cold.consumer)
+    assert not topology.is_slot(routed(stream, "toy/a", 1010.0).consumer.name)
+    assert len(names(server)) == 3
+
+    await server.connect("other").delete_consumer(STREAM, topology.work_consumer(LANE, "interactive", "toy/b", 10.0).name)
+    clock.now_s += 60.0
+    await stream.refresh(10.0)
+    assert routed(stream, "toy/c", 1070.0).subject == topology.work_subject(LANE, "interactive", "toy/c")
+    assert topology.is_slot(routed(stream, "toy/b", 1070.0).consumer.name)
+
+
+async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServer) -> None:
+    """O20: places are taken when routes are given, and all maps stay within bound and budget."""
+    clock = Clock()
+    stream = await gateway(server, clock, limit=256)
+    routes = [routed(stream, f"toy/{number}", clock.now_s + 10.0) for number in range(10_000)]
+    await asyncio.gather(*(stream.ensure(route.consumer) for route in routes))
+    own = {name for name in names(server) if not topology.is_slot(name)}
+    assert len(own) == 256
+    assert len(names(server)) == 256 + topology.SLOTS
+    assert len(stream._held) == len(stream._verified) == 256 + topology.SLOTS
+    clock.now_s += 11.0
+    await stream.refresh(10.0)
+    assert not stream._held
+
+
+async def test_messages_of_both_ways_are_each_delivered_once(server: MemoryServer) -> None:
+    """L17: while a model moves between its own consumer and its slot, both hold messages, and neither gets those of the other."""
+    broker = server.connect("test")
+    ways = life._routes(LANE, "interactive", "toy/a", 10.0)
+    got: list[Delivery] = []
+    pulls = broker.pulls(STREAM, got.append)
+    for route in ways:
+        await broker.ensure_consumer(route.consumer)
+        pulls.want(route.consumer.name, 10)
+    for number in range(6):
+        await broker.publish(ways[number % 2].subject, b"%d" % number, str(number))
+    await until(lambda: len(got) == 6, "all deliveries")
+    assert sorted(delivery.data for delivery in got) == [b"%d" % number for number in range(6)]
+    assert {delivery.delivered for delivery in got} == {1}
+    await broker.close()
+
+
+# ---- being there
+
+
+async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server: MemoryServer) -> None:
+    clock = Clock()
+    stream, other = await gateway(server, clock), server.connect("other")
+    open_, done = routed(stream, "toy/open", 1100.0).consumer, routed(stream, "toy/done", 1001.0).consumer
+    for spec in (open_, done):
+        await stream.ensure(spec)
+    clock.now_s += 50.0
+    for spec in (open_, done):
+        assert await other.delete_consumer(STREAM, spec.name)
+    await until(lambda: names(server) == {open_.name}, "the consumer of the open request")
+
+
+async def test_a_deletion_in_the_middle_of_an_ensure_is_not_overlooked(server: MemoryServer) -> None:
+    """(1) the broker says that it exists, (2) it is deleted, (3) the notice is handled, (4) the answer of (1): it is made again."""
+    clock = Clock()
+
+    class Slow(MemoryBroker):
+        async def ensure_consumer(self, spec: topology.ConsumerSpec) -> None:
+            await super().ensure_consumer(spec)
+            calls.append(spec.name)
+            if len(calls) == 1:
+                await super().delete_consumer(STREAM, spec.name)
+                await until(lambda: spec.name in stream._stale, "the notice")
+
+    calls: list[str] = []
+    stream = life.StreamConsumers(Slow(server, "slow"), STREAM, 256, life.IDLE_S, clock)
+    await stream.start()
+    spec = routed(stream, "toy/a", 1100.0).consumer
+    await stream.ensure(spec)
+    assert len(calls) == 2
+    assert spec.name in names(server)
+
+
+async def test_lost_notices_are_made_up_for_by_the_next_round(server: MemoryServer) -> None:
+    """What an open request needs, and what has messages that nobody holds, comes back; what nobody needs does not."""
+    stream = await gateway(server, Clock())
+    deadlines = {"toy/held": 1100.0, "toy/full": 0.0, "toy/idle": 0.0}
+    specs = {model: routed(stream, model, deadline_s).consumer for model, deadline_s in deadlines.items()}
+    for spec in specs.values():
+        await stream.ensure(spec)
+    await server.connect("other").publish(specs["toy/full"].subject, b"x", "1")
+    for spec in specs.values():
+        server.streams[STREAM].remove_consumer(spec.name)  # without a notice
+    await stream.refresh(10.0)
+    assert names(server) == {specs["toy/held"].name, specs["toy/full"].name}
+
+
+async def test_a_subject_of_another_form_is_told_and_does_not_stop_the_round(
+    server: MemoryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, other = await gateway(server, Clock()), server.connect("other")
+    await other.publish("sie.work._default.odd", b"x", "1")
+    await other.publish(topology.work_subject(LANE, "bulk", "toy/a"), b"x", "2")
+    await stream.refresh(10.0)
+    assert names(server) == {topology.work_consumer(LANE, "bulk", "toy/a", 10.0).name}
+    assert "no worker will get" in caplog.text
+
+
+# ---- giving up
+
+
+async def test_consumers_at_rest_for_an_hour_are_deleted_and_others_kept(server: MemoryServer) -> None:
+    clock, broker = Clock(), server.connect("worker")
+    stream = await gateway(server, clock)
+    specs = [routed(stream, f"toy/{name}", 1001.0).consumer for name in ("idle", "leased", "waiting", "busy")]
+    for spec in specs:
+        await stream.ensure(spec)
+    idle, leased, waiting, busy = specs
+    got: list[Delivery] = []
+    pulls = broker.pulls(STREAM, got.append)
+    for number, spec in enumerate((leased, waiting)):
+        await broker.publish(spec.subject, b"x", str(number))
+    pulls.want(leased.name, 1)
+    for minute in range(61):
+        await broker.publish(busy.subject, b"x", f"busy-{minute}")
+        pulls.want(busy.name, 1)
+        await until(lambda count=minute: len(got) == count + 2, "a delivery")
+        await got[-1].ack()
+        assert names(server) == {spec.name for spec in specs}
+        assert await stream.sweep(10.0) == (minute == 60)
+        clock.now_s += 60.0
+    assert names(server) == {leased.name, waiting.name, busy.name}
+    assert idle.name not in names(server)
+    await broker.close()
+
+
+async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(server: MemoryServer) -> None:
+    """(1) a message arrives in the very moment of the deletion, (2) the collector dies before it counts, (3) any gateway's next round."""
+    clock = Clock()
+    collector, other = await gateway(server, clock, idle_s=0.0), await gateway(server, clock)
+    spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
+    broker = server.connect("publisher")
+    await broker.ensure_consumer(spec)
+    await broker.publish(spec.subject, b"x", "1")
+    failpoints.arm("gateway.consumer_deleted=error")
+    with pytest.raises(FailpointError):
+        await collector.sweep(10.0)
+    assert not names(server)
+    await other.refresh(10.0)
+    assert names(server) == {spec.name}
+
+
+async def test_no_work_is_orphaned_in_ten_thousand_deletions_that_race_publishes() -> None:
+    """L17: consumers are deleted while they are idle, waiting and leased; every published message reaches a worker and leaves."""
+    server = MemoryServer()
+    made: list[Broker] = []
+
+    async def connect(name: str) -> Broker:
+        made.append(server.connect(name))
+        return made[-1]
+
+    outcome = await race(connect, 10_000)
+    for broker in made:
+        await broker.close()
+    assert outcome.deleted >= 10_000
+    assert outcome.left == 0
+    assert set(outcome.published) <= set(outcome.received)
+    assert outcome.longest_s < life.ROUND_S / 2  # the notices and the count after a deletion, not the round
+    assert len(outcome.published) > 2_000
+
+
+# ---- the duty
+
+
+async def test_a_duty_is_taken_over_only_after_its_holder_was_silent(server: MemoryServer) -> None:
+    bucket = await server.connect("a").key_value("leases")
+    one_clock, other_clock = Clock(), Clock()
+    other_clock.now_s -= 500.0  # clocks of two machines
+    one, other = Duty("x", clock=one_clock), Duty("x", clock=other_clock)
+    assert await one.held(bucket)
+    for _ in range(10):
+        one_clock.now_s += 10.0
+        other_clock.now_s += 10.0
+        assert await one.held(bucket)
+        assert not await other.held(bucket)
+    other_clock.now_s += 29.0
+    assert not await other.held(bucket)
+    other_clock.now_s += 1.5
+    assert await other.held(bucket)
+    assert not await one.held(bucket)
+
+
+async def test_of_two_that_take_a_free_duty_at_once_one_gets_it(server: MemoryServer) -> None:
+    bucket = await server.connect("a").key_value("leases")
+    assert sorted(await asyncio.gather(*(Duty("x").held(bucket) for _ in range(8)))) == [False] * 7 + [True]
+
+
+async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
+    clock = Clock()
+    gateways = [Consumers(server.connect(name), settings_of(), idle_s=0.0, clock=clock) for name in "ab"]
+    bucket = await server.connect("c").key_value("leases")
+    broker = server.connect("d")
+    for each in gateways:
+        await each.follow(LANE.pool)
+    deleted = []
+    for _ in range(3):
+        await broker.ensure_consumer(topology.work_consumer(LANE, "bulk", "toy/a", 10.0))
+        deleted.append([await each.take_turn(bucket) for each in gateways])
+        clock.now_s += 40.0
+    assert deleted == [[1, 0], [0, 0], [1, 0]]
+
+
+# ---- limits of the stream
+
+
+async def test_one_full_model_does_not_block_the_others() -> None:
+    """O18: its own share is used up: QUEUE_FULL for it, and the next model is served."""
+    server = MemoryServer()
+    queue = work_queue(server.connect("gateway"), SIE_QUEUE_MAX_BYTES=str(64 << 20))
+    await queue.ensure_pool(LANE.pool)
+    limit = topology.per_subject_limit(64 << 20)
+    deadline_s = time.perf_counter() + 60.0
+    await queue.publish(LANE, [item("toy/full", str(number)) for number in range(limit)], deadline_s)
+    with pytest.raises(QueueFull):
+        await queue.publish(LANE, [item("toy/full", "more")], deadline_s)
+    await queue.publish(LANE, [item("toy/other", "other")], deadline_s)
+    assert server.streams[STREAM].state().messages == limit + 1
+
+
+async def test_the_first_work_of_a_pool_makes_its_stream() -> None:
+    server = MemoryServer()
+    queue = work_queue(server.connect("gateway"))
+    lane = topology.Lane("fresh", "cpu", "default")
+    for number in range(2):
+        await queue.publish(lane, [item("toy/a", str(number))], time.perf_counter() + 5.0)
+    assert server.streams["WORK_fresh"].state().messages == 2
+    assert set(server.streams["WORK_fresh"].consumers) == {topology.work_consumer(lane, "interactive", "toy/a", 10.0).name}
+
+
+def test_a_model_may_fill_a_quarter_of_the_stream() -> None:
+    assert topology.per_subject_limit(1 << 30) * (16 << 10) == 1 << 28
+    assert topology.per_subject_limit(1 << 20) == 4096
+
+
+async def test_a_broker_whose_messages_are_too_small_is_refused_with_the_number_to_set() -> None:
+    with pytest.raises(SettingError, match=r"max_payload of 32768 bytes is too small.*65536"):
+        work_queue(MemoryServer(max_payload=32768).connect("gateway"))
+    assert work_queue(MemoryServer(max_payload=65536).connect("gateway")).payload_bytes == 65536 - 16384

@@ -1,0 +1,439 @@
+"""Results that no message holds: parts, their bounds, what is lost or damaged on the way. Real Settlement and Inbox, over both brokers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import InProcess, until
+from nats_server import NatsServer
+
+from sie_contracts import arrays, ipc, messages
+from sie_contracts.broker import Broker, CoreMessage
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.broker.nats import connect
+from sie_contracts.errors import InferenceFailed, ResourceExhausted
+from sie_contracts.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.runtime import failpoints
+from sie_gateway.fragments import Fragments, NoRoom
+from sie_gateway.inbox import Inbox
+from sie_gateway.metrics import Metrics as GatewayMetrics
+from sie_sidecar.lease import Leases
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.settlement import Settlement, failed, part_bytes
+
+WIDTH = 1024
+
+
+# the bounds, without a broker
+
+
+def part(index: int, count: int = 3, *, request: str = "r", chunk: int = 0, digest: str = "d", size: int = 1000) -> Fragment:
+    return Fragment(request, chunk, 0, index, count, digest, bytes(size))
+
+
+def test_parts_are_kept_once_and_in_any_order() -> None:
+    fragments = Fragments()
+    assert [fragments.take(part(index), 0.0).missing for index in (2, 0, 2, 0)] == [2, 1, 1, 1]
+    held = fragments.held_bytes
+    whole = fragments.take(part(1), 0.0)
+    assert (whole.missing, len(fragments)) == (0, 1)
+    assert [len(piece or b"") for piece in whole.parts] == [1000] * 3
+    assert fragments.held_bytes > held
+    fragments.drop(whole)
+    assert (fragments.held_bytes, len(fragments)) == (0, 0)
+
+
+def test_two_attempts_at_a_chunk_do_not_mix() -> None:
+    fragments = Fragments()
+    one, two = fragments.take(part(0, digest="one"), 0.0), fragments.take(part(1, digest="two"), 0.0)
+    assert (one.missing, two.missing) == (2, 2)
+
+
+def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
+    fragments = Fragments(most_bytes=10_000, most_request_bytes=5_000)
+    for index in range(4):
+        fragments.take(part(index, 9), 0.0)
+    with pytest.raises(NoRoom, match="one request"):
+        fragments.take(part(4, 9), 0.0)
+    for index in range(4):
+        fragments.take(part(index, 9, request="other"), 0.0)
+    fragments.take(part(0, 9, request="third"), 0.0)
+    with pytest.raises(NoRoom, match="this gateway"):
+        fragments.take(part(1, 9, request="third"), 0.0)
+    for request in ("r", "other", "third"):
+        fragments.drop_request(request)
+    assert (fragments.held_bytes, len(fragments)) == (0, 0)
+
+
+def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> None:
+    fragments = Fragments(most_bytes=3_000, silence_s=30.0)
+    fragments.take(part(0, 2, request="silent"), 0.0)
+    busy = fragments.take(part(0, 2, request="busy"), 25.0)
+    with pytest.raises(NoRoom):
+        fragments.take(part(0, request="new"), 29.0)
+    fragments.drop_request("new")
+    assert fragments.take(part(0, request="new"), 31.0).missing == 2
+    assert fragments.take(part(1, 2, request="silent", size=1), 31.0).missing == 1, "the first part is gone: all are sent again"
+    assert busy.missing == 1
+
+
+def test_what_is_being_checked_is_never_dropped_for_its_age() -> None:
+    fragments = Fragments(silence_s=30.0)
+    whole = fragments.take(part(0, 1), 0.0)
+    whole.checking = True
+    fragments.take(part(0, request="new"), 100.0)
+    assert fragments.take(part(0, 1), 100.0) is whole
+
+
+def test_parts_of_another_size_begin_anew() -> None:
+    """The broker came back with another limit."""
+    fragments = Fragments()
+    fragments.take(part(0, 3), 0.0)
+    again = fragments.take(part(1, 5), 0.0)
+    assert (again.missing, fragments.held_bytes, len(fragments)) == (4, again.held_bytes, 1)
+
+
+@pytest.mark.parametrize(
+    "bad", [part(3), part(-1), part(0, 0), part(0, 1 << 20), part(0, size=0)], ids=["behind", "negative", "none", "too many", "empty"]
+)
+def test_what_is_no_part_is_refused(bad: Fragment) -> None:
+    fragments = Fragments()
+    with pytest.raises(ValueError, match="part"):
+        fragments.take(bad, 0.0)
+    assert len(fragments) == 0
+
+
+@pytest.mark.parametrize("limit", [1 << 10, 1 << 16, 1 << 20, 8 << 20])
+def test_a_part_fits_its_message_to_the_last_byte(limit: int) -> None:
+    work, digest = item("x" * 36, "inbox"), "f" * 64
+    size = part_bytes(work, digest, 1 << 30, limit)
+    encoded = messages.encode(Fragment(work.request, work.chunk, work.attempt, 1 << 20, 1 << 20, digest, bytes(size)))
+    assert limit - 64 < len(encoded) <= limit
+
+
+# over a broker
+
+
+def item(request: str, reply: str, chunk: int = 0) -> WorkItem:
+    return WorkItem(request, chunk, "m", "v", "encode", (Input("a"),), RunOptions(), reply, 60_000)
+
+
+def result_of(request: str, rows: int, chunk: int = 0, *, seed: int = 0) -> WorkResult:
+    values = np.random.default_rng(seed).random((rows, WIDTH), np.float32)
+    outcome = Ok({"multivector": ArraySlice("<f4", values.shape, 0)}, rows)
+    return WorkResult(request, chunk, "w", (outcome,), values.tobytes())
+
+
+@dataclass
+class Delivered:
+    sequence: int
+    data: bytes = b""
+    delivered: int = 1
+    acks: int = 0
+
+    async def ack(self) -> None:
+        self.acks += 1
+
+
+class Side:
+    """A gateway's inbox and a worker's settlement, each on a connection of its own."""
+
+    def __init__(self, gateway: Broker, worker: Broker, fragments: Fragments | None = None) -> None:
+        self.metrics = GatewayMetrics()
+        self.worker = worker
+        self.inbox = Inbox(gateway, self.metrics, fragments)
+        self.leases = Leases(10.0, lambda: True, time.monotonic)
+        self.settlement = Settlement(worker, self.leases, Metrics(), time.monotonic)
+        self._sequence = 0
+
+    async def answer(self, result: WorkResult, *, reply: str = "", budget_s: float = 60.0) -> Delivered:
+        self._sequence += 1
+        delivery = Delivered(self._sequence)
+        lease = self.leases.hold(delivery)  # type: ignore[arg-type]
+        work = item(result.request, reply or self.inbox.address(result.request), result.chunk)
+        await self.settlement.answer(lease, work, result, time.monotonic() + budget_s)
+        return delivery
+
+    async def send(self, part: Fragment) -> str:
+        answer = await self.worker.request(self.inbox.address(part.request), messages.encode(part), 5.0)
+        return messages.decode_confirmation(answer).verdict
+
+    def outcomes(self, verdict: str) -> float:
+        return self.metrics.registry.get_sample_value("sie_gateway_outcomes_total", {"verdict": verdict}) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def sides(max_payload: int, fragments: Fragments | None = None) -> AsyncIterator[Side]:
+    server = MemoryServer(max_payload=max_payload)
+    side = Side(server.connect("gateway"), server.connect("worker"), fragments)
+    await side.inbox.start()
+    try:
+        yield side
+    finally:
+        failpoints.arm("")
+        await side.inbox.stop()
+
+
+@pytest.fixture
+async def side() -> AsyncIterator[Side]:
+    async with sides(1 << 16) as side:
+        yield side
+
+
+async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(side: Side) -> None:
+    """L11."""
+    collector = side.inbox.open("r", 2)
+    large, small = result_of("r", 100), result_of("r", 1, 1)
+    deliveries = await asyncio.gather(side.answer(large), side.answer(small))
+    await collector.wait(5.0)
+    assert collector.results == [large, small]
+    assert [delivery.acks for delivery in deliveries] == [1, 1]
+    assert (side.outcomes("taken"), side.inbox.unfinished_bytes) == (2, 0)
+
+
+async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: Side) -> None:
+    """L9: the third confirmation is lost."""
+    collector = side.inbox.open("r", 1)
+    failpoints.arm("inbox.before_confirm=error")
+    delivery = await side.answer(result_of("r", 40))
+    await collector.wait(5.0)
+    assert collector.results == [result_of("r", 40)]
+    assert (delivery.acks, side.outcomes("taken"), side.outcomes("damaged")) == (1, 1, 0)
+
+
+async def relayed(side: Side, harm: list[bytes]) -> str:
+    """An address that passes on to the inbox what it gets, with the bytes that `harm` names set to zero once."""
+
+    async def pass_on(message: CoreMessage) -> None:
+        data = message.data
+        if harm and harm[0] in data:
+            data = data.replace(harm.pop(0), bytes(8))
+        await side.worker.send(side.inbox.address("r"), data, message.reply)
+
+    await side.worker.subscribe("relay", pass_on)
+    return "relay"
+
+
+async def test_a_damaged_result_is_sent_again(side: Side) -> None:
+    """Eight bytes of a vector change on the way, once."""
+    collector = side.inbox.open("r", 1)
+    result = result_of("r", 100)
+    relay = await relayed(side, [result.block[200_000:200_008]])
+    delivery = await side.answer(result, reply=relay)
+    await collector.wait(5.0)
+    assert collector.results == [result]
+    assert (delivery.acks, side.outcomes("damaged"), side.inbox.unfinished_bytes) == (1, 1, 0)
+
+
+async def test_a_result_that_is_damaged_every_time_ends_in_an_error(side: Side) -> None:
+    collector = side.inbox.open("r", 1)
+    result = result_of("r", 100)
+    relay = await relayed(side, [result.block[200_000:200_008]] * 10)
+    delivery = await side.answer(result, reply=relay)
+    await collector.wait(5.0)
+    (got,) = collector.results
+    assert got is not None
+    assert [outcome.error.code for outcome in got.outcomes] == ["INTERNAL_ERROR"]  # type: ignore[union-attr]
+    assert (delivery.acks, side.outcomes("damaged")) == (1, 3)
+
+
+def parts_of(result: WorkResult, size: int = 50_000) -> list[Fragment]:
+    data = messages.encode(result)
+    digest, count = hashlib.sha256(data).hexdigest(), -(-len(data) // size)
+    return [
+        Fragment(result.request, result.chunk, 0, index, count, digest, data[index * size : (index + 1) * size]) for index in range(count)
+    ]
+
+
+async def test_the_first_terminal_outcome_wins_between_the_parts_of_two_attempts(side: Side) -> None:
+    """L20: a stale worker is half through when the second one finishes; its rest is a duplicate and is kept nowhere."""
+    collector = side.inbox.open("r", 1)
+    stale, fresh = parts_of(result_of("r", 100)), parts_of(result_of("r", 100, seed=1))
+    assert [await side.send(piece) for piece in stale[:4]] == ["part"] * 4
+    assert [await side.send(piece) for piece in fresh] == ["part"] * (len(fresh) - 1) + ["taken"]
+    assert [await side.send(piece) for piece in stale[4:]] == ["duplicate"] * (len(stale) - 4)
+    assert collector.results == [result_of("r", 100, seed=1)]
+    side.inbox.close(collector)
+    assert side.inbox.unfinished_bytes == 0
+    assert await side.send(stale[0]) == "unknown"
+
+
+async def test_an_error_that_comes_between_parts_is_the_outcome(side: Side) -> None:
+    collector = side.inbox.open("r", 1)
+    pieces = parts_of(result_of("r", 100))
+    assert await side.send(pieces[0]) == "part"
+    error = failed(result_of("r", 1), InferenceFailed("no"))
+    await side.answer(error)
+    assert [await side.send(piece) for piece in pieces[1:]] == ["duplicate"] * (len(pieces) - 1)
+    assert collector.results == [error]
+
+
+async def test_the_last_part_sent_twice_is_checked_once(side: Side) -> None:
+    """The second comes while the first is checked."""
+    collector = side.inbox.open("r", 1)
+    *before, last = parts_of(result_of("r", 2000), 60_000)
+    for piece in before:
+        await side.send(piece)
+    await side.worker.send(side.inbox.address("r"), messages.encode(last))
+    await side.worker.send(side.inbox.address("r"), messages.encode(last))
+    await collector.wait(5.0)
+    assert await side.send(last) == "duplicate"
+    assert (side.outcomes("taken"), side.outcomes("duplicate")) == (1, 0)
+
+
+async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
+    """Never silence: the request ends, its parts are gone, the worker is told that nobody waits."""
+    async with sides(1 << 16, Fragments(most_request_bytes=200_000)) as side:
+        collector = side.inbox.open("r", 1)
+        delivery = await side.answer(result_of("r", 100))
+        with pytest.raises(ResourceExhausted, match="no room"):
+            await collector.wait(5.0)
+        assert (delivery.acks, side.inbox.unfinished_bytes, side.outcomes("no_room")) == (1, 0, 1)
+
+
+async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
+    """The assembly is dropped half way, as its age does it."""
+    collector = side.inbox.open("r", 1)
+    harmless: list[bytes] = []
+    relay = await relayed(side, harmless)
+    seen = 0
+
+    async def drop_once(message: CoreMessage) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            side.inbox._fragments.drop_request("r")
+        await side.worker.send(relay, message.data, message.reply)
+
+    await side.worker.subscribe("lossy", drop_once)
+    delivery = await side.answer(result_of("r", 100), reply="lossy")
+    await collector.wait(5.0)
+    assert (delivery.acks, side.outcomes("damaged")) == (1, 0)
+    assert seen > len(parts_of(result_of("r", 100)))
+
+
+async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) -> None:
+    """S11 S17: the loop of the inbox hands over; the digest of 16 MB is not made on it."""
+    large, small = side.inbox.open("large", 1), side.inbox.open("small", 1)
+    pieces = parts_of(result_of("large", 4096), 60_000)
+    for piece in pieces[:-1]:
+        await side.send(piece)
+    last = asyncio.create_task(side.send(pieces[-1]))
+    await asyncio.sleep(0)
+    await side.answer(result_of("small", 1))
+    await small.wait(1.0)
+    assert await last == "taken"
+    await large.wait(1.0)
+
+
+async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None:
+    """L12: the loop of the inbox stands still in a confirmation while more arrives than it may hold."""
+    server = MemoryServer(max_payload=2 << 20)
+
+    class Stuck:
+        """A connection whose sends wait."""
+
+        def __init__(self) -> None:
+            self.inner = server.connect("gateway")
+            self.release = asyncio.Event()
+            self.subscribe = self.inner.subscribe
+
+        async def send(self, subject: str, data: bytes, reply: str = "") -> None:
+            await self.release.wait()
+            await self.inner.send(subject, data, reply)
+
+    stuck, worker = Stuck(), server.connect("worker")
+    metrics = GatewayMetrics()
+    inbox = Inbox(stuck, metrics)  # type: ignore[arg-type]
+    await inbox.start()
+    first, second = inbox.open("first", 400), inbox.open("second", 1)
+    block = bytes(1 << 20)
+    for chunk in range(300):
+        await worker.send(inbox.address("first"), messages.encode(WorkResult("first", chunk, "w", (), block)), "nobody")
+    with pytest.raises(ResourceExhausted, match="in time"):
+        await first.wait(1.0)
+    assert metrics.registry.get_sample_value("sie_gateway_inbox_dropped_total") >= 40  # type: ignore[operator]
+    stuck.release.set()
+    await until(lambda: first.missing < 300, "what had room was read")
+    await worker.send(inbox.address("second"), messages.encode(WorkResult("second", 0, "w", ())), "nobody")
+    await second.wait(1.0)
+    await inbox.stop()
+
+
+async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connections(tmp_path: Path) -> None:
+    """L11, nats.py#888: 2,048 x 1,024 floats as one result; no connection is made anew, as one that sends too much would be."""
+    with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
+        gateway, worker = await connect(server.url, name="gateway"), await connect(server.url, name="worker")
+        side = Side(gateway, worker)
+        await side.inbox.start()
+        collector = side.inbox.open("r", 1)
+
+        async def connections() -> int:
+            async with httpx.AsyncClient(base_url=server.monitor_url, trust_env=False) as client:
+                total: int = (await client.get("/varz")).json()["total_connections"]
+                return total
+
+        before = await connections()
+        delivery = await side.answer(result_of("r", 2048))
+        await collector.wait(10.0)
+        assert collector.results == [result_of("r", 2048)]
+        assert (delivery.acks, side.inbox.unfinished_bytes) == (1, 0)
+        assert await connections() == before
+        assert gateway.connected
+        assert worker.connected
+        await side.inbox.stop()
+        await gateway.close()
+        await worker.close()
+
+
+class WideAdapter(FakeAdapter):
+    """Answers each text with token vectors of `rows` x 1,024 numbers, 8 MB for 2,048, whatever the text is."""
+
+    rows = 2048
+
+    @classmethod
+    def values(cls, place: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.random.default_rng(place).random((cls.rows, WIDTH), np.float32)
+
+    async def _send(self, writer: asyncio.StreamWriter, reply: ipc.Reply) -> None:  # type: ignore[override]
+        if isinstance(reply, ipc.BatchDone):
+            size = 4 * self.rows * WIDTH
+            outcomes = tuple(
+                Ok({"multivector": ArraySlice("<f4", (self.rows, WIDTH), place * size)}, 4) for place in range(len(reply.outcomes))
+            )
+            block = b"".join(self.values(place).tobytes() for place in range(len(outcomes)))
+            reply = ipc.BatchDone(reply.batch, outcomes, block, 1.0)
+        await super()._send(writer, reply)
+
+
+async def test_an_answer_of_which_no_vector_fits_a_message_reaches_the_client(tmp_path: Path) -> None:
+    """L11: through the whole path at a broker of 64 KiB: one chunk of three texts with 8 MB each."""
+    entry = toy_entry(outputs={"dense": 8, "multivector": WIDTH})
+    async with InProcess(tmp_path, entry, max_payload=1 << 16) as cluster:
+        gateway = await cluster.gateway()
+        adapter = WideAdapter(tmp_path / "wide.sock")
+        cluster.adapters.append(adapter)
+        await adapter.start()
+        await cluster.sidecar(adapter)
+        body = {"items": ["a", "b", "c"], "params": {"output_types": ["multivector"]}}
+        answer = await gateway.client.post("/v1/encode/toy/one", json=body, headers={"accept": "application/msgpack"})
+        assert answer.status_code == 200, answer.text
+        slots = arrays.unpack(msgspec.msgpack.decode(answer.content))["items"]
+        assert len(slots) == 3
+        for slot in slots:
+            assert slot["multivector"]["values"].shape == (2048, WIDTH)
+        assert np.array_equal(slots[0]["multivector"]["values"], adapter.values(0))
+        assert await gateway.metric("sie_gateway_unfinished_result_bytes") == 0
+        assert await gateway.metric("sie_gateway_outcomes_total", verdict="taken") == 1

@@ -1,0 +1,514 @@
+"""Inputs that no message holds: the store's URL, what is written, read, removed, and what happens when the store does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote
+
+import httpx
+import pytest
+from fake_adapter import ids_of, toy_entry, vector_of
+from inprocess import GatewayProcess, InProcess, settings_of, until
+
+from sie_cli.embedded import free_port
+from sie_contracts import messages
+from sie_contracts.errors import InternalFailure, QueueUnavailable
+from sie_contracts.messages import Input, Payload, RunOptions, WorkItem
+from sie_contracts.payloads import PayloadMissing, PayloadStore, StoreError, open_store
+from sie_contracts.settings import SettingError, StoreUrl, store_url
+from sie_gateway.metrics import Metrics
+from sie_gateway.offload import Offload, life_s
+from sie_sidecar.fetching import Fetching
+from sie_sidecar.held import Held
+
+STREAM = "WORK__default"
+MAX_AGE_S = 720.0
+WORDS = "hello world "
+KEY, SECRET = "somebody", "something"
+
+
+# the URL
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket", StoreUrl("s3", "bucket", "")),
+        ("s3://bucket/", StoreUrl("s3", "bucket", "")),
+        ("s3://my.bucket-1/a/b/", StoreUrl("s3", "my.bucket-1", "a/b")),
+        ("s3://bucket/with%20space", StoreUrl("s3", "bucket", "with space")),
+        ("gs://bucket/prefix", StoreUrl("gs", "bucket", "prefix")),
+        ("GS://bucket/prefix", StoreUrl("gs", "bucket", "prefix")),
+        ("/mnt/payloads", StoreUrl("file", "", "/mnt/payloads")),
+        ("/mnt/pay loads/", StoreUrl("file", "", "/mnt/pay loads")),
+        ("/mnt/100%25/x?y#z", StoreUrl("file", "", "/mnt/100%25/x?y#z")),
+        ("payloads", StoreUrl("file", "", os.path.abspath("payloads"))),
+        ("./a/../b", StoreUrl("file", "", os.path.abspath("b"))),
+        ("file:///mnt/payloads", StoreUrl("file", "", "/mnt/payloads")),
+        ("file://localhost/mnt/pay%20loads", StoreUrl("file", "", "/mnt/pay loads")),
+    ],
+)
+def test_a_store_is_named_by_a_url_or_a_path(url: str, expected: StoreUrl) -> None:
+    """L21: this one parser serves the writer, the reader and the check of the setting."""
+    assert store_url(url) == expected
+    assert settings_of(SIE_PAYLOAD_STORE_URL=url).payload_store_url == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://", "s3:///prefix", "gs://", "s3://user:secret@bucket", "s3://bucket?x=1", "gs://bucket#x", "s3://a,s3://b", "ftp://host/x",
+     "https://bucket.s3.amazonaws.com/x", "file://", "file://host/x", "file:///"],
+)  # fmt: skip
+def test_what_names_no_store_is_refused(url: str) -> None:
+    with pytest.raises(SettingError, match=r"^SIE_PAYLOAD_STORE_URL: got") as caught:
+        settings_of(SIE_PAYLOAD_STORE_URL=url)
+    assert "secret" not in str(caught.value)
+
+
+# stores, the same cases on each
+
+
+@dataclass
+class S3:
+    """A real object store that speaks S3, in a process of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def pause(self) -> None:
+        """Stop answering without closing a connection."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path) -> Iterator[S3]:
+    keys = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [keys]}))
+    ports = {f"-{part}.port{kind}": free_port() for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")}
+    argv = [
+        str(Path(sys.executable).with_name("weed")), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
+        f"-s3.config={folder / 's3.json'}", "-volume.max=4", "-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        *(f"{name}={port}" for name, port in ports.items()),
+    ]  # fmt: skip
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = S3(f"http://127.0.0.1:{ports['-s3.port']}", process)
+    try:
+        deadline_s = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(server.url, trust_env=False).status_code in (200, 403):
+                    break
+            assert process.poll() is None, "the store did not start"
+            assert time.monotonic() < deadline_s, "the store did not answer"
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.resume()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as environ:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", server.url), ("AWS_ACCESS_KEY_ID", KEY), ("AWS_SECRET_ACCESS_KEY", SECRET), ("AWS_REGION", "us-east-1"),
+        ):  # fmt: skip
+            environ.setenv(name, value)
+        asyncio.run(_bucket_is_there())
+        yield server
+
+
+async def _bucket_is_there() -> None:
+    """The first object makes the bucket, once the store has found its volumes."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            await opened("s3://payloads").put(b"first", period=0, timeout_s=5)
+        except StoreError:
+            if time.monotonic() > deadline_s:
+                raise
+            await asyncio.sleep(0.1)
+        else:
+            return
+
+
+@pytest.fixture(params=["folder", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "payloads")
+    request.getfixturevalue("s3")
+    return f"s3://payloads/{tmp_path.name}"
+
+
+def opened(url: str) -> PayloadStore:
+    store = open_store(url)
+    assert store is not None
+    return store
+
+
+async def test_what_one_process_writes_another_one_reads(url: str) -> None:
+    writer, reader = opened(url), opened(url)
+    data = os.urandom(300_000)
+    key = await writer.put(data, period=7, timeout_s=10)
+    assert await reader.get(key, 10) == data
+    assert await reader.size(key, 10) == len(data)
+    assert await writer.put(data, period=7, timeout_s=10) == key
+    assert await writer.put(data, period=8, timeout_s=10) != key
+
+
+async def test_what_is_not_there_is_missing_and_what_is_no_key_is_never_asked_for(url: str) -> None:
+    store = opened(url)
+    for key in ("0" * 64 + ".1", "../../etc/passwd", "", "x" * 64):
+        with pytest.raises(PayloadMissing):
+            await store.get(key, 10)
+        with pytest.raises(PayloadMissing):
+            await store.size(key, 10)
+
+
+async def test_the_old_goes_and_nothing_else(url: str) -> None:
+    """SIE_PAYLOAD_TTL_S, L21: a redelivery at the age limit of the stream still reads; whatever is no payload stays for ever."""
+    store = opened(url)
+    now_s = time.time()
+    keys = [await store.put(bytes([number]), period=number, timeout_s=10) for number in range(3)]
+    import obstore
+
+    await obstore.put_async(store._store, "somebody-elses.txt", b"mine")
+    assert await store.sweep(older_than_s=1000, now_s=now_s + 990, timeout_s=10) == 0
+    assert await store.get(keys[0], 10) == b"\x00"
+    assert await store.sweep(older_than_s=1000, now_s=now_s + 1100, timeout_s=10) == 3
+    assert await store.sweep(older_than_s=1000, now_s=now_s + 1100, timeout_s=10) == 0
+    with pytest.raises(PayloadMissing):
+        await store.get(keys[0], 10)
+    assert bytes(await (await obstore.get_async(store._store, "somebody-elses.txt")).bytes_async()) == b"mine"
+
+
+async def test_an_object_that_was_changed_is_not_taken(tmp_path: Path) -> None:
+    store = opened(str(tmp_path))
+    key = await store.put(b"right", period=1, timeout_s=10)
+    (tmp_path / key).write_bytes(b"wrong")
+    with pytest.raises(PayloadMissing, match="damaged"):
+        await store.get(key, 10)
+
+
+def test_a_folder_is_private_and_one_that_cannot_be_is_a_start_error(tmp_path: Path) -> None:
+    opened(str(tmp_path / "deep" / "payloads"))
+    assert (tmp_path / "deep" / "payloads").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match=r"^SIE_PAYLOAD_STORE_URL"):
+        open_store(str(tmp_path / "file"))
+    assert open_store(None) is None
+
+
+async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None:
+    store = opened("s3://payloads/stopped")
+    s3.pause()
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(StoreError, match="within"):
+            await store.put(b"x", period=1, timeout_s=0.3)
+        assert time.monotonic() - began_s < 2
+    finally:
+        s3.resume()
+    await store.put(b"x", period=1, timeout_s=10)
+
+
+class Objects(BaseHTTPRequestHandler):
+    """As much of the XML interface of Google's store as one object needs; no emulator that can be installed sends all its headers."""
+
+    kept: ClassVar[dict[str, bytes]] = {}
+
+    def _reply(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Fri, 20 Nov 2026 12:00:00 GMT")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        self.kept[self.path] = self.rfile.read(int(self.headers["content-length"]))
+        self._reply(200)
+
+    def do_GET(self) -> None:
+        self._reply(200 if self.path in self.kept else 404, self.kept.get(self.path, b""))
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+async def test_a_bucket_of_google_is_reached_by_its_own_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gs://: endpoint and credentials from the file that GOOGLE_SERVICE_ACCOUNT names, the object under bucket and prefix."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Objects) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        account = {"gcs_base_url": f"http://127.0.0.1:{server.server_port}", "disable_oauth": True, "client_email": "", "private_key": ""}
+        (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+        store = opened("gs://bucket/some/prefix")
+        key = await store.put(b"data", period=1, timeout_s=10)
+        assert [unquote(path) for path in Objects.kept] == [f"/bucket/some/prefix/{key}"]
+        assert (await store.size(key, 10), await store.get(key, 10)) == (4, b"data")
+        with pytest.raises(PayloadMissing):
+            await store.get("0" * 64 + ".1", 10)
+        server.shutdown()
+
+
+# lifetimes
+
+
+def test_the_life_of_an_object_is_longer_than_that_of_its_message() -> None:
+    """SIE_PAYLOAD_TTL_S: unset it is the age limit of the stream and an hour; at or under that limit it is a start error."""
+    assert life_s(settings_of(), MAX_AGE_S) == 720 + 3600
+    assert life_s(settings_of(SIE_PAYLOAD_TTL_S="721"), MAX_AGE_S) == 721
+    with pytest.raises(SettingError, match=r"^SIE_PAYLOAD_TTL_S: got 720"):
+        life_s(settings_of(SIE_PAYLOAD_TTL_S="720"), MAX_AGE_S)
+
+
+@pytest.mark.parametrize("life", [721, 4320])
+async def test_an_object_lives_as_long_as_it_should_also_when_it_is_written_again(tmp_path: Path, life: int) -> None:
+    """SIE_PAYLOAD_TTL_S, on a virtual clock: files age, the writer's clock goes on."""
+    store, now_s = opened(str(tmp_path)), 1e9
+    offload = Offload(store, life, Metrics(), lambda: now_s)
+
+    def aged(path: Path, at_s: float) -> None:
+        os.utime(path, (at_s, at_s))
+
+    key = await store.put(b"x", period=int(now_s // life), timeout_s=10)
+    aged(tmp_path / key, now_s)
+    now_s += MAX_AGE_S
+    assert await offload.sweep() == 0
+    assert await store.get(key, 10) == b"x"
+    now_s += life - MAX_AGE_S
+    assert await offload.sweep() == 0
+    now_s += 1
+    assert await store.put(b"x", period=int(now_s // life), timeout_s=10) != key, "nobody writes any more what is about to go"
+    assert await offload.sweep() == 1
+    with pytest.raises(PayloadMissing):
+        await store.get(key, 10)
+
+
+# the reading side
+
+
+async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(tmp_path: Path) -> None:
+    """The second waits until the first is let go; one above the bound is taken alone; a budget that ends in the wait is a typed error."""
+    store, now_s = opened(str(tmp_path)), time.monotonic
+    fetching = Fetching(store, now_s, most_bytes=50_000)
+
+    async def work(size: int, budget_s: float = 10.0, count: int = 1) -> Held:
+        key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
+        item = WorkItem("r", 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=count)
+        return Held(None, item, now_s(), now_s() + budget_s)  # type: ignore[arg-type]
+
+    first, second, large = await work(30_000), await work(30_001), await work(90_000)
+    await fetching.fetch(first)
+    assert first.item.inputs == (Input("x" * 30_000),)
+    waiting = asyncio.create_task(fetching.fetch(second))
+    hopeless = await work(30_002, budget_s=0.3)
+    with pytest.raises(QueueUnavailable):
+        await fetching.fetch(hopeless)
+    assert not waiting.done()
+    fetching.let_go(first)
+    await waiting
+    fetching.let_go(second)
+    await fetching.fetch(large)
+    fetching.let_go(large)
+    with pytest.raises(InternalFailure, match="1 inputs are stored for a chunk of 2"):
+        await fetching.fetch(await work(10, count=2))
+    assert fetching.held_bytes == 0
+
+
+# end to end
+
+
+@contextlib.asynccontextmanager
+async def cluster(tmp_path: Path, url: str, *, max_payload: int = 1 << 16, **entry: object) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry(**entry), toy_entry("toy/two", **entry), max_payload=max_payload) as cluster:
+        yield cluster
+
+
+def stored(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "payloads").iterdir())
+
+
+async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Path) -> None:
+    """SIE_PAYLOAD_STORE_URL: an object appears, the message stays small, small texts take the short way, two texts stay two outcomes."""
+    url = str(tmp_path / "payloads")
+    text = WORDS * 25_000
+    async with cluster(tmp_path, url) as running:
+        adapter = await running.adapter()
+        adapter.hold_loads = True
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        await running.sidecar(adapter, SIE_PAYLOAD_STORE_URL=url)
+        asked = asyncio.create_task(gateway.encode("hello", text, "world"))
+        await adapter.until(lambda each: each.loads, "a load")
+        await until(lambda: len(stored(tmp_path)) == 1, "an object")
+        messages_in_stream = running.server.streams[STREAM].messages.values()
+        assert max(len(message.data) for message in messages_in_stream) < 20_000
+        adapter.let_go()
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        prefix = await gateway.encode(WORDS * 100)
+        vectors = [slot["dense"]["values"] for slot in answer.json()["items"]]
+        assert vectors[0] == pytest.approx(vector_of(ids_of("hello")))
+        assert vectors[1] == prefix.json()["items"][0]["dense"]["values"]
+        assert answer.headers["x-sie-truncated-items"] == "1"
+        assert "x-payload-fetch-time" not in prefix.headers
+        alone = await gateway.encode(text)
+        assert float(alone.headers["x-payload-fetch-time"]) > 0
+        timing = alone.json()["timing"]
+        stages = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")
+        assert sum(timing[name] for name in stages) == pytest.approx(timing["total_time"], abs=1.1), "this adapter always says 1 ms"
+        assert await gateway.metric("sie_gateway_queue_payload_offloads_total") == 2
+        assert len(stored(tmp_path)) == 1, "the same bytes are one object"
+        payload = messages.decode_payload(stored(tmp_path)[0].read_bytes())
+        assert payload == Payload((Input(text),))
+
+
+@pytest.mark.parametrize(("limit", "size"), [({}, 100_000), ({"SIE_INLINE_PAYLOAD_BYTES": "4096"}, 10_000)])
+async def test_the_inline_limit_decides_what_goes_through_the_store(tmp_path: Path, limit: dict[str, str], size: int) -> None:
+    """SIE_INLINE_PAYLOAD_BYTES: unset what a broker of 64 KiB takes, else the setting; what fits stays in the message."""
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url, **limit)
+        await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
+        assert (await gateway.encode("x" * 4096, *["word"] * 500)).status_code == 200
+        assert stored(tmp_path) == []
+        assert (await gateway.encode("x" * size)).status_code == 200
+        assert len(stored(tmp_path)) == 1
+
+
+async def test_ten_megabytes_give_the_vector_of_what_is_left_of_them(tmp_path: Path) -> None:
+    """A10 S24: as long as a book, at a broker of 1 MiB."""
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url, max_payload=1 << 20) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
+        book, page = await gateway.encode(WORDS * 870_000), await gateway.encode(WORDS * 500)
+        assert book.status_code == 200, book.text
+        assert book.json()["items"][0]["dense"] == page.json()["items"][0]["dense"]
+
+
+async def test_without_a_store_the_refusal_names_the_setting(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "") as running:
+        gateway = await running.gateway()
+        refused = await gateway.encode("x" * 100_000)
+        assert (refused.status_code, refused.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
+        assert "SIE_PAYLOAD_STORE_URL" in refused.json()["message"]
+
+
+async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_path: Path) -> None:
+    """L21: never inline instead, which cannot fit."""
+    url = tmp_path / "payloads"
+    async with cluster(tmp_path, str(url)) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
+        url.rmdir()
+        url.write_text("in its place")
+        refused = await gateway.encode("hello", WORDS * 10_000)
+        assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
+        assert running.server.streams[STREAM].state().messages == 0
+
+
+async def test_an_object_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        asked = asyncio.create_task(gateway.encode(WORDS * 10_000))
+        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
+        stored(tmp_path)[0].unlink()
+        await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
+        answer = await asked
+        assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
+        assert running.server.streams[STREAM].state().messages == 0
+
+
+async def test_an_object_that_comes_back_within_the_budget_is_read(tmp_path: Path) -> None:
+    url = tmp_path / "payloads"
+    async with cluster(tmp_path, str(url)) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
+        asked = asyncio.create_task(gateway.encode(WORDS * 10_000))
+        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
+        (file,) = stored(tmp_path)
+        data = file.read_bytes()
+        file.unlink()
+        file.symlink_to(file)  # whoever reads it gets an error, not an absence
+        await running.sidecar(SIE_PAYLOAD_STORE_URL=str(url))
+        await asyncio.sleep(0.3)  # some attempts fail
+        file.unlink()
+        file.write_bytes(data)
+        assert (await asked).status_code == 200
+
+
+async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_the_end(tmp_path: Path) -> None:
+    """Another worker may have it: four times with a pause, then a typed error that names the setting."""
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        without = await running.sidecar()
+        answer = await gateway.encode(WORDS * 10_000)
+        assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
+        assert "SIE_PAYLOAD_STORE_URL" in answer.json()["message"]
+        assert await without.metric("sie_settlements_total", outcome="handed_back") == 4
+
+
+async def test_a_blocked_store_delays_no_other_work(tmp_path: Path, s3: S3) -> None:
+    """S17: the store stands still; texts of the same model, and of another, are answered as before, and the large one after it."""
+    url = f"s3://payloads/{tmp_path.name}"
+    async with cluster(tmp_path, url) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        first = asyncio.create_task(gateway.encode(WORDS * 10_000))
+        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
+        s3.pause()
+        try:
+            await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
+            assert (await gateway.encode("warm")).status_code == 200
+            assert (await gateway.encode("warm", model="toy/two")).status_code == 200
+            second = asyncio.create_task(gateway.encode(WORDS * 10_001))  # its put waits as well
+            times = [await timed(gateway, model) for _ in range(25) for model in ("toy/one", "toy/two")]
+            assert not first.done()
+            assert not second.done()
+        finally:
+            s3.resume()
+        assert sorted(times)[-2] < 0.5
+        assert (await first).status_code == (await second).status_code == 200
+
+
+async def timed(gateway: GatewayProcess, model: str) -> float:
+    began_s = time.perf_counter()
+    assert (await gateway.encode("quick", model=model)).status_code == 200
+    return time.perf_counter() - began_s
+
+
+async def test_a_query_that_no_message_holds_goes_with_its_items(tmp_path: Path) -> None:
+    """The query of a score travels in the store as well; its items are cut into chunks as usual."""
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url, outputs={"dense": 32, "score": 0}) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        asked = gateway.client.post("/v1/score/toy/one", json={"query": WORDS * 10_000, "items": ["a"] * 5})
+        answer = asyncio.create_task(asked)  # nobody serves it: what was queued is what counts
+        await until(lambda: running.server.streams[STREAM].state().messages, "queued work")
+        payloads = [messages.decode_payload(path.read_bytes()) for path in stored(tmp_path)]
+        assert {payload.query for payload in payloads} == {Input(WORDS * 10_000)}
+        assert sum(len(payload.inputs) for payload in payloads) == 5
+        answer.cancel()

@@ -1,0 +1,310 @@
+"""The placement table: the two functions that make it, the gateways that write it, and what it is worth in simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from placement_simulation import Case, Simulation, cases
+
+from sie_contracts import topology
+from sie_contracts.broker.memory import MemoryBroker, MemoryServer
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem, decode_placement
+from sie_contracts.placement import HOT, LOWER_AFTER_S, USED, Holdings, Replicas, place, replicas
+from sie_contracts.settings import load
+from sie_contracts.topology import Lane
+from sie_gateway.fleet import Fleet
+from sie_gateway.placement import FORGET_S, REFRESH_S, Placer, Planner, Waiting
+
+LANE = Lane("_default", "l4", "default")
+
+
+def scaled(
+    prev: Replicas | None, *, demand: float = 0.0, age_s: float = 0.0, resident: bool = True, now_s: float, most: int = 10
+) -> Replicas:
+    return replicas(prev, demand, 100.0, age_s, resident, now_s, most=most, adopt_after_s=2.0, load_s=5.0)
+
+
+# how many
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 50))
+@example(1.0, 5e-324, 3)
+@settings(deadline=None)
+def test_as_many_hosts_as_the_demand_fills_to_seventy_percent_at_once(demand: float, rate: float, most: int) -> None:
+    found = replicas(Replicas(1, 0.0), demand, rate, 0.0, True, 50.0, most=most, adopt_after_s=2.0, load_s=5.0)
+    wanted = demand / (USED * rate) if USED * rate else 1
+    assert found.count == max(1, math.ceil(min(most, wanted)))
+
+
+def test_one_more_when_work_waits_although_all_hosts_have_the_model_and_not_before_a_load_has_passed() -> None:
+    base = Replicas(1, raised_s=0.0)
+    assert scaled(base, age_s=2.1, now_s=6.0).count == 2
+    assert scaled(base, age_s=1.9, now_s=6.0).count == 1
+    assert scaled(base, age_s=9.0, now_s=4.9).count == 1
+    assert scaled(base, age_s=9.0, resident=False, now_s=60.0).count == 1
+    assert scaled(base, age_s=9.0, now_s=60.0, most=1).count == 1
+
+
+def test_one_fewer_for_each_minute_in_which_fewer_would_do() -> None:
+    scale = scaled(None, demand=400.0, now_s=0.0)
+    assert scale.count == 6
+    for second in range(1, 200):
+        scale = scaled(scale, now_s=float(second))
+        assert scale.count == 6 - max(0, math.floor((second - 1) / LOWER_AFTER_S))
+    up = scaled(replace(scale, below_s=150.0), demand=400.0, now_s=200.0)
+    assert (up.count, up.below_s) == (6, None)
+
+
+def test_a_moment_of_demand_starts_the_minute_anew() -> None:
+    scale = Replicas(2, 0.0, below_s=10.0)
+    scale = scaled(scale, demand=100.0, now_s=69.0)
+    assert scale == Replicas(2, 0.0)
+    assert scaled(scale, now_s=71.0).count == 2
+
+
+# where
+
+models, workers = st.integers(0, 24).map("m{}".format), st.integers(0, 7).map("w{}".format)
+
+
+@st.composite
+def lanes(draw: st.DrawFn) -> tuple[dict[str, tuple[str, ...]], dict[str, int], dict[str, Holdings], dict[str, float], dict[str, int]]:
+    wanted = draw(st.dictionaries(models, st.integers(1, 3), min_size=1, max_size=25))
+    live = sorted(draw(st.sets(workers, min_size=1)))
+    some = st.sets(models, max_size=6).map(frozenset)
+    holdings = {name: Holdings(draw(some), draw(some), draw(st.sets(models, max_size=1).map(frozenset))) for name in live}
+    prev = draw(st.dictionaries(models, st.lists(workers, max_size=4, unique=True).map(tuple), max_size=25))
+    demand = draw(st.dictionaries(models, st.floats(0, 3), max_size=25))
+    return prev, wanted, holdings, demand, {name: draw(st.integers(0, 8)) for name in live}
+
+
+@given(lanes())
+@settings(deadline=None)
+def test_each_model_gets_so_many_live_workers_each_once_and_at_most_one_that_it_leaves(lane) -> None:  # type: ignore[no-untyped-def]
+    prev, wanted, holdings, demand, slots = lane
+    table = place(prev, wanted, holdings, demand, slots)
+    assert table.keys() == wanted.keys()
+    for model, hosts in table.items():
+        count = min(wanted[model], len(holdings))
+        assert set(hosts) <= holdings.keys()
+        assert len(hosts) == len(set(hosts))
+        assert count <= len(hosts) <= count + 1
+        if len(hosts) > count:
+            assert model in holdings[hosts[0]].loaded
+            assert not all(model in holdings[name].loaded for name in hosts[1:])
+        elif any(model in holdings[name].loaded for name in hosts):
+            assert model in holdings[hosts[0]].loaded
+
+
+@given(lanes())
+@settings(max_examples=200, deadline=None)
+def test_equal_inputs_move_nothing_once_the_moves_that_help_are_made(lane) -> None:  # type: ignore[no-untyped-def]
+    prev, wanted, holdings, demand, slots = lane
+    table = place(prev, wanted, holdings, demand, slots)
+    for _ in range(len(wanted) * len(holdings) + 1):
+        before, table = table, place(table, wanted, holdings, demand, slots)
+        if table == before:
+            return
+    raise AssertionError("the table never came to rest")
+
+
+@given(lanes(), st.data())
+@settings(deadline=None)
+def test_a_lost_worker_moves_its_own_models_alone(lane, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    prev, wanted, holdings, _, _ = lane
+    table = place(prev, wanted, holdings, {}, {})
+    table = place(table, wanted, holdings, {}, {})
+    lost = data.draw(st.sampled_from(sorted(holdings)))
+    left = {name: held for name, held in holdings.items() if name != lost}
+    after = place(table, wanted, left, {}, {})
+    for model in after:
+        stayed = [name for name in table[model] if name != lost]
+        assert set(stayed) <= set(after[model])
+        if lost not in table[model]:
+            assert set(after[model]) == set(table[model])
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 40), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_no_worker_gets_more_models_than_slots_while_another_has_room(count: int, slots: int, number: int, random) -> None:  # type: ignore[no-untyped-def]
+    names = [f"w{index}" for index in range(count)]
+    wanted = {f"m{index}": 1 for index in range(number)}
+    prev = {model: (random.choice(names),) for model in wanted if random.random() < 0.5}
+    table = place(prev, wanted, dict.fromkeys(names, Holdings()), {}, dict.fromkeys(names, slots))
+    used = [sum(name in hosts for hosts in table.values()) for name in names]
+    if number <= count * slots:
+        assert max(used) <= slots
+    else:
+        assert min(used) >= slots
+
+
+def test_a_table_that_was_lost_is_made_of_what_the_workers_have() -> None:
+    holdings = {"w1": Holdings(frozenset({"a", "b"})), "w2": Holdings(frozenset({"c"}), loading=frozenset({"d"}))}
+    table = place({}, dict.fromkeys("abcd", 1), holdings, {"a": 0.5, "b": 0.2}, {"w1": 2, "w2": 2})
+    assert table == {"a": ("w1",), "b": ("w1",), "c": ("w2",), "d": ("w2",)}
+
+
+def test_a_move_off_a_hot_worker_keeps_the_old_host_until_the_new_one_has_the_model() -> None:
+    wanted, demand = {"a": 1, "b": 1}, {"a": 0.5, "b": 0.5}
+    both, none = Holdings(frozenset({"a", "b"})), Holdings()
+    table = place({"a": ("w1",), "b": ("w1",)}, wanted, {"w1": both, "w2": none}, demand, {})
+    assert sorted(table.values()) == [("w1",), ("w1", "w2")]
+    moved = next(model for model, hosts in table.items() if len(hosts) == 2)
+    assert sum(demand.values()) > HOT
+    loading = place(table, wanted, {"w1": both, "w2": Holdings(loading=frozenset({moved}))}, demand, {})
+    assert loading == table
+    done = place(table, wanted, {"w1": both, "w2": Holdings(frozenset({moved}))}, demand, {})
+    assert done[moved] == ("w2",)
+
+
+def test_a_model_that_did_not_fit_goes_to_a_worker_that_did_not_refuse_it() -> None:
+    holdings = {"w1": Holdings(refused=frozenset({"a"})), "w2": Holdings()}
+    assert place({"a": ("w1",)}, {"a": 1}, holdings, {}, {}) == {"a": ("w2",)}
+
+
+# what a gateway makes of heartbeats
+
+
+def beat(worker: str, *statuses: ModelStatus, rate: float = 1000.0, slots: int = 4, ready: bool = True) -> Heartbeat:
+    return Heartbeat(worker, LANE.pool, LANE.machine_profile, LANE.bundle, ready, "", models=statuses, rate=rate, slots=slots)
+
+
+def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
+    planner = Planner(2.0)
+    planner.note("m", 1, 100, 0.0)
+    table = planner.step(None, [beat("w1"), beat("w2")], [], {"m": Waiting(1, 0.0)}, 0.0)
+    assert table is not None
+    host = table.hosts["m"][0]
+    beats = [beat(name, *([ModelStatus("m", "loaded", load_s=5.0)] if name == host else ())) for name in ("w1", "w2")]
+    for second in (30.0, 31.0, 31.9):
+        assert planner.step(table, beats, [], {"m": Waiting(1, second)}, second) is None or len(table.hosts["m"]) == 1
+    raised = planner.step(table, beats, [], {"m": Waiting(1, 32.5)}, 32.5)
+    assert raised is not None
+    assert len(raised.hosts["m"]) == 2
+
+
+def test_a_profile_with_other_weights_counts_for_its_model_and_other_failures_than_memory_move_nothing() -> None:
+    planner = Planner(2.0)
+    failed = ModelStatus("n", "failed", error=ErrorInfo("MODEL_LOAD_FAILED", "", extras={"error_class": "GATED"}))
+    small = ModelStatus("o", "failed", error=ErrorInfo("MODEL_LOAD_FAILED", "", extras={"error_class": "OOM"}))
+    before = Placement(0.0, {"n": ("w1",), "o": ("w1",)})
+    table = planner.step(before, [beat("w1", ModelStatus("m:int8", "loaded"), failed, small), beat("w2")], [], {}, 1.0)
+    assert table is not None
+    assert table.hosts == {"m": ("w1",), "n": ("w1",), "o": ("w2",)}
+
+
+def test_a_silent_worker_stays_a_host_until_work_of_its_models_waits() -> None:
+    planner = Planner(2.0)
+    silent, live = beat("w1", ModelStatus("m", "loaded")), beat("w2")
+    table = Placement(0.0, {"m": ("w1",)})
+    assert planner.step(table, [live], [silent], {}, 20.0) is None
+    moved = planner.step(table, [live], [silent], {"m": Waiting(1, 2.5)}, 23.0)
+    assert moved is not None
+    assert moved.hosts == {"m": ("w2",)}
+
+
+def test_a_model_that_nobody_wanted_for_an_hour_and_nobody_has_leaves_the_table() -> None:
+    planner = Planner(2.0)
+    live = [beat("w1", ModelStatus("kept", "loaded"))]
+    table = Placement(0.0, {"kept": ("w1",), "gone": ("w1",)})
+    assert planner.step(table, live, [], {}, 1.0) is None
+    after = planner.step(table, live, [], {}, 2.0 + FORGET_S)
+    assert after is not None
+    assert after.hosts == {"kept": ("w1",)}
+
+
+def test_an_idle_lane_is_written_once_and_a_busy_one_is_kept_fresh() -> None:
+    planner = Planner(2.0)
+    live = [beat("w1", ModelStatus("m", "loaded"))]
+    table = planner.step(None, live, [], {}, 0.0)
+    assert table is not None
+    assert all(planner.step(table, live, [], {}, float(second)) is None for second in range(1, 600))
+    assert planner.step(table, live, [], {"m": Waiting(1, 0.0)}, REFRESH_S + 1.0) is not None
+
+
+# who writes it
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def gateway(broker: MemoryBroker, waiting: dict[str, Waiting], clock: Clock) -> tuple[Placer, Fleet]:
+    fleet = Fleet(broker, load(environ={}).settings, clock)
+
+    async def read(lane: Lane, models: object) -> dict[str, Waiting]:
+        return waiting
+
+    placer = Placer(broker, 2.0, fleet, read, clock)
+    await placer.start(storage="memory", replicas=1)
+    return placer, fleet
+
+
+def item(model: str) -> WorkItem:
+    return WorkItem("r", 0, model, "", "encode", (Input("x"),), RunOptions(), "inbox", 1000, cost=10)
+
+
+async def test_of_two_gateways_the_first_writes_and_the_other_goes_on_from_there() -> None:
+    server, clock = MemoryServer(), Clock()
+    placers = [await gateway(server.connect(f"g{number}"), {}, clock) for number in range(2)]
+    bucket = await server.connect("reader").key_value(topology.PLACEMENT_BUCKET)
+    for number, (placer, fleet) in enumerate(placers):
+        for worker in ("w1", "w2"):
+            fleet.note(beat(worker))
+        placer.note(LANE, [item(f"m{number}")])
+    stale = [placer.table(LANE) for placer, _ in placers]
+    assert stale == [None, None]
+    await placers[0][0].step()
+    placers[1][0]._tables.clear()  # as if the news had not come yet
+    await placers[1][0].step()
+    await placers[1][0].step()
+    entry = await bucket.get(topology.lane_key(LANE))
+    assert entry is not None
+    assert entry.value is not None
+    assert decode_placement(entry.value).hosts.keys() == {"m0", "m1"}
+    epoch = await bucket.epoch()
+    for _ in range(5):
+        clock.now_s += 0.5
+        for placer, _ in placers:
+            await placer.step()
+    assert await bucket.epoch() == epoch, "an idle system writes nothing"
+
+
+async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places_elsewhere() -> None:
+    server, clock = MemoryServer(), Clock()
+    first, fleet = await gateway(server.connect("g1"), {}, clock)
+    for worker in ("w1", "w2"):
+        fleet.note(beat(worker, ModelStatus(f"of-{worker}", "loaded")))
+    await first.step()
+    table = first.table(LANE)
+    second, fleet = await gateway(server.connect("g2"), {}, clock)
+    fleet.note(beat("w1", ModelStatus("of-w1", "loaded")))
+    await second.step()
+    assert second.table(LANE) == table
+    clock.now_s += 16.0
+    fleet.note(beat("w1", ModelStatus("of-w1", "loaded")))
+    await second.step()
+    now = second.table(LANE)
+    assert now is not None
+    assert now.hosts == {"of-w1": ("w1",), "of-w2": ("w1",)}
+
+
+# what it is worth
+
+
+@pytest.mark.parametrize("case", cases(measured_s=60.0), ids=lambda case: case.name)
+def test_the_table_beats_any_worker_takes_any_model(case: Case) -> None:
+    ours, theirs = Simulation(case, table=True).run(), Simulation(case, table=False).run()
+    assert ours.loads_per_min < theirs.loads_per_min
+    assert ours.p99_s < theirs.p99_s
+    if case.name in ("36 % load", "56 % load", "56 %, 40 % of heartbeats lost"):
+        assert ours.loads_per_min <= 10
+        assert ours.p99_s < 1.0

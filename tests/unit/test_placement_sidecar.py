@@ -1,0 +1,374 @@
+"""What a sidecar does with the placement table and with its pool's assignment: the real gateway and sidecars before fake adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import InProcess, free_port, until
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Entry, Write
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.errors import ModelLoadFailed, PoolNotFound
+from sie_contracts.messages import Heartbeat, Placement
+from sie_contracts.topology import Lane
+from sie_gateway.assignments import assigned
+from sie_sidecar.admission import CLOSED_AFTER_S, admitted
+from sie_sidecar.assignment import AHEAD_AGAIN_S, OLD_S, Assignment, role
+
+LANE = Lane("_default", "_default", "default")
+ENTRIES = [toy_entry(f"toy/{number}") for number in range(12)]
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, *ENTRIES) as cluster:
+        yield cluster
+
+
+async def table(cluster: InProcess) -> Placement | None:
+    bucket = await cluster.server.connect("reader").key_value(topology.PLACEMENT_BUCKET)
+    entry = await bucket.get(topology.lane_key(LANE))
+    return messages.decode_placement(entry.value) if entry is not None and entry.value is not None else None
+
+
+async def placing(cluster: InProcess) -> None:
+    """Return when the gateway has written a table: until then everybody pulls everything."""
+    bucket = await cluster.server.connect("reader").key_value(topology.PLACEMENT_BUCKET)
+    written = asyncio.Event()
+
+    async def on_entry(entry: Entry) -> None:
+        written.set()
+
+    watch = await bucket.watch(on_entry)
+    await asyncio.wait_for(written.wait(), 10)
+    await watch.stop()
+
+
+async def put(cluster: InProcess, hosts: dict[str, tuple[str, ...]], at_s: float = 1e12) -> None:
+    """Write a table as if a gateway had; one that comes after its time is never old."""
+    bucket = await cluster.server.connect("writer").key_value(topology.PLACEMENT_BUCKET)
+    await bucket.write([Write(topology.lane_key(LANE), messages.encode(Placement(at_s, hosts)))])
+
+
+# the role
+
+
+@given(st.lists(st.sampled_from("abc"), unique=True).map(tuple), st.booleans(), st.booleans(), st.booleans())
+def test_only_a_host_pulls_and_only_the_first_one_asks_for_work_before_it_has_the_model(
+    hosts: tuple[str, ...], loaded: bool, held: bool, waits: bool
+) -> None:
+    found = role(hosts, "a", loaded=loaded, held=held, waits=waits)
+    if "a" not in hosts:
+        assert found == ("pull" if loaded and waits else "none")
+    elif loaded:
+        assert found == "pull"
+    elif hosts[0] == "a":
+        assert found == ("none" if held else "probe")
+    else:
+        assert found == "ahead"
+
+
+class Host:
+    """An Assignment with the facts that it asks for."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self.now_s = 100.0
+        self.loaded: set[str] = set()
+        self.changes = 0
+        self.broker = server.connect("w1")
+        self.assignment = Assignment(
+            self.broker, LANE, "w1", lambda: self.now_s, self.loaded.__contains__, lambda model: False, self._on_change
+        )
+
+    def _on_change(self) -> None:
+        self.changes += 1
+
+    def role(self, model: str) -> str:
+        return self.assignment.role(topology.work_consumer(LANE, "interactive", model, 10.0).name)
+
+
+async def test_without_a_table_everything_is_pulled_and_with_one_what_it_says(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster:
+        host = Host(cluster.server)
+        await host.assignment.start()
+        assert host.role("a") == host.role("b") == "pull"
+        assert host.assignment.models() is None
+        await put(cluster, {"a": ("w1",), "b": ("w2",), "c": ("w2", "w1")})
+        await until(lambda: host.changes, "the table")
+        assert [host.role(model) for model in "abcd"] == ["probe", "none", "ahead", "none"]
+        host.loaded |= {"a", "b", "c"}
+        assert [host.role(model) for model in "abcd"] == ["pull", "none", "pull", "none"]
+        assert host.assignment.models() == {"a", "c"}
+        slot = topology.slot_consumer(LANE, "bulk", "a", 10.0).name
+        assert host.assignment.role(slot) == "pull"
+        await host.assignment.stop()
+
+
+async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster:
+        await put(cluster, {"a": ("w2", "w1"), "b": ("w1", "w2"), "c": ("w1",)})
+        host = Host(cluster.server)
+        await host.assignment.start()
+        assert host.assignment.ahead() == ["a"]
+        assert host.assignment.ahead() == []
+        host.now_s += AHEAD_AGAIN_S
+        assert host.assignment.ahead() == ["a"]
+        host.now_s += AHEAD_AGAIN_S
+        host.loaded.add("a")
+        assert host.assignment.ahead() == []
+        await host.assignment.stop()
+
+
+async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that_waits(tmp_path: Path) -> None:
+    """1. The table is older than 15 s and names another host. 2. Work waits at two looks. 3. It is pulled; with a fresh table it is not."""
+    async with InProcess(tmp_path) as cluster:
+        await put(cluster, {"a": ("w2",), "b": ("w2",)}, at_s=100.0)
+        host = Host(cluster.server)
+        host.loaded |= {"a", "b"}
+        await host.assignment.start()
+        stream = topology.work_stream("_default", storage="memory", replicas=1, max_bytes=-1, max_age_s=0)
+        await host.broker.ensure_stream(stream, owner=True)
+        await host.broker.publish(topology.work_subject(LANE, "bulk", "a"), b"", "1")
+        for _ in range(2):
+            await host.assignment.look(host.loaded)
+        assert host.role("a") == "none"
+        host.now_s += OLD_S + 1
+        await host.assignment.look(host.loaded)
+        assert host.role("a") == "none"
+        await host.assignment.look(host.loaded)
+        assert (host.role("a"), host.role("b")) == ("pull", "none")
+        await put(cluster, {"a": ("w2",), "b": ("w2",)}, at_s=host.now_s)
+        await until(lambda: not host.assignment.is_old(), "a fresh table")
+        for _ in range(2):
+            await host.assignment.look(host.loaded)
+        assert host.role("a") == "none"
+        await host.assignment.stop()
+
+
+# the whole way
+
+
+async def test_each_model_is_loaded_by_its_host_alone(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    adapters = [await cluster.adapter(f"{name}.sock") for name in "ab"]
+    for adapter in adapters:
+        await cluster.sidecar(adapter)
+    await placing(cluster)
+    for _ in range(3):
+        answers = await asyncio.gather(*(gateway.encode(str(number), model=entry.id) for number, entry in enumerate(ENTRIES)))
+        assert {answer.status_code for answer in answers} == {200}
+    loads = [load for adapter in adapters for load in adapter.loads]
+    assert sorted(loads) == sorted(entry.id for entry in ENTRIES)
+    assert min(len(adapter.loads) for adapter in adapters) >= len(ENTRIES) // 3
+    placement = await table(cluster)
+    assert placement is not None
+    assert placement.hosts == {model: (f"w{number}",) for number, adapter in enumerate(adapters) for model in adapter.loads}
+
+
+async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the_model(cluster: InProcess) -> None:
+    """1. w1 has the model. 2. w0 becomes a host as well and loads it for as long as the test lasts. 3. All work is answered by w1; w0 holds
+    none and no delivery is spent."""
+    gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS="600000")
+    slow, quick = [await cluster.adapter(f"{name}.sock") for name in ("slow", "quick")]
+    sidecars = [await cluster.sidecar(adapter) for adapter in (slow, quick)]
+    model = ENTRIES[0].id
+    await gateway.end()  # the table is ours from now on
+    await put(cluster, {model: ("w1",)})
+    gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS="600000")
+    assert (await gateway.encode("first", model=model)).headers["X-SIE-Worker"] == "w1"
+    slow.hold_loads = True
+    bucket = await cluster.server.connect("writer").key_value(topology.PLACEMENT_BUCKET)
+    entry = await bucket.get(topology.lane_key(LANE))
+    assert entry is not None
+    assert entry.value is not None
+    standing = messages.decode_placement(entry.value)
+    raised = msgspec.structs.replace(standing, hosts={**standing.hosts, model: ("w1", "w0")}, raised_s={model: standing.at_s})
+    await bucket.write([Write(topology.lane_key(LANE), messages.encode(raised))])
+    await slow.until(lambda adapter: model in adapter.loads, "the second host loads ahead of any work")
+    for number in range(20):
+        answer = await gateway.encode(str(number), model=model)
+        assert (answer.status_code, answer.headers["X-SIE-Worker"]) == (200, "w1")
+    assert await sidecars[0].metric("sie_deliveries_total") == 0
+    assert await sidecars[1].metric("sie_deliveries_total", redelivered="true") == 0
+    slow.let_go()
+    await until(lambda: any(b.worker == "w0" and any(s.state == "loaded" for s in b.models) for b in cluster.beats), "w0 has it")
+    workers = {(await gateway.encode(str(number), model=model)).headers["X-SIE-Worker"] for number in range(40)}
+    assert workers == {"w0", "w1"}
+
+
+async def test_a_host_that_loads_a_model_holds_one_message_of_it(cluster: InProcess) -> None:
+    gateway, adapter = await cluster.gateway(), await cluster.adapter()
+    sidecar = await cluster.sidecar(adapter)
+    await placing(cluster)
+    adapter.hold_loads = True
+    model = ENTRIES[0].id
+    sent = [asyncio.create_task(gateway.encode(str(number), model=model)) for number in range(20)]
+    await adapter.until(lambda adapter: adapter.loads, "the load")
+    other = asyncio.create_task(gateway.encode("x", model=ENTRIES[1].id))
+    await adapter.until(lambda adapter: len(adapter.loads) == 2, "the load of another model beside it")
+    assert await sidecar.metric("sie_deliveries_total") == 2
+    adapter.let_go()
+    assert {answer.status_code for answer in await asyncio.gather(*sent, other)} == {200}
+
+
+async def test_work_of_a_model_that_moved_away_is_finished_where_it_was_pulled(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    adapters = [await cluster.adapter(f"{name}.sock") for name in "ab"]
+    for adapter in adapters:
+        await cluster.sidecar(adapter)
+    await placing(cluster)
+    model = ENTRIES[0].id
+    host = int((await gateway.encode("first", model=model)).headers["X-SIE-Worker"][1:])
+    adapters[host].hold_batches = True
+    held = asyncio.create_task(gateway.encode("held", model=model))
+    await adapters[host].until(lambda adapter: adapter.running, "a batch")
+    await put(cluster, {model: (f"w{1 - host}",)})
+    assert (await gateway.encode("next", model=model)).headers["X-SIE-Worker"] == f"w{1 - host}"
+    adapters[host].let_go()
+    assert (await held).headers["X-SIE-Worker"] == f"w{host}"
+
+
+async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(cluster: InProcess) -> None:
+    """The adapter is offered those alone, and the others only when they are not enough."""
+    gateway, adapter = await cluster.gateway(), await cluster.adapter()
+    await cluster.sidecar(adapter)
+    mine, moved, wanted = (entry.id for entry in ENTRIES[:3])
+    for model in (mine, moved):
+        assert (await gateway.encode("x", model=model)).status_code == 200
+    await gateway.end()
+    await put(cluster, {mine: ("w0",), moved: ("w9",), wanted: ("w0",)})
+    adapter.refusals[wanted] = ModelLoadFailed("no room", extras={"error_class": "OOM"})
+    server = cluster.server.connect("publisher")
+    item = messages.WorkItem("r", 0, wanted, "", "encode", (messages.Input("x"),), messages.RunOptions(), "sie.result.x", 5000)
+    await server.ensure_consumer(topology.work_consumer(LANE, "interactive", wanted, 10.0))
+    item = msgspec.structs.replace(item, revision=ENTRIES[2].revision)
+    await server.publish(topology.work_subject(LANE, "interactive", wanted), messages.encode(item), "1")
+    await until(lambda: len(adapter.loads) == 4, "two questions")
+    assert adapter.loads[2:] == [wanted, wanted]
+    assert adapter.evictable[2:] == [(moved,), (mine, moved)]
+
+
+# pools
+
+
+def test_without_an_answer_the_default_pool_stays_open_and_another_closes() -> None:
+    both = frozenset({"_default", "team"})
+    assert admitted("team", frozenset({"team"}), CLOSED_AFTER_S) == {"team"}
+    assert admitted("team", both, CLOSED_AFTER_S + 0.1) == frozenset()
+    assert admitted("_default", frozenset(), CLOSED_AFTER_S) == frozenset()
+    assert admitted("_default", frozenset(), CLOSED_AFTER_S + 0.1) == {"_default"}
+
+
+def test_a_worker_serves_the_reservation_that_has_it_else_its_own_pool() -> None:
+    beats = [Heartbeat(name, "_default", "l4", "default", True, "") for name in ("w1", "w2")]
+    assert assigned("w1", beats, {"w2": "team"}) == ("_default",)
+    assert assigned("w2", beats, {"w2": "team"}) == ("team",)
+    with pytest.raises(PoolNotFound):
+        assigned("w3", beats, {})
+
+
+class Assigner:
+    """A gateway that answers whatever `pools` says, on a real port."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.pools: list[str] | None = ["_default"]
+        self.asked: list[str] = []
+
+    async def __aenter__(self) -> Assigner:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.asked.append(head)
+        worker = head.split("worker=")[1].split(" ")[0]
+        body = msgspec.json.encode({"worker": worker, "pools": self.pools or []})
+        status = "200 OK" if self.pools is not None else "503 Service Unavailable"
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+
+async def test_only_assigned_pools_are_served_and_the_read_token_is_shown(cluster: InProcess) -> None:
+    """SIE_GATEWAY_URL."""
+    async with Assigner() as assigner:
+        assigner.pools = ["team"]
+        gateway = await cluster.gateway()
+        sidecar = await cluster.sidecar(SIE_GATEWAY_URL=f"http://127.0.0.1:{assigner.port}", SIE_CONFIG_READ_TOKEN="read-me")
+        await until(lambda: assigner.asked, "a question")
+        assert "authorization: bearer read-me" in assigner.asked[0].lower()
+        assert "/v1/pools/assignments?worker=w0" in assigner.asked[0]
+        sent = asyncio.create_task(gateway.encode("x", model=ENTRIES[0].id))
+        await until(lambda: cluster.server.streams["WORK__default"].state().messages, "work in the stream")
+        assert await sidecar.metric("sie_deliveries_total") == 0
+        assigner.pools = ["_default", "team"]
+        assert (await sent).status_code == 200
+
+
+@pytest.mark.parametrize("environ", [{"SIE_POOL_ADMISSION_ENABLED": "false"}, {}])
+async def test_without_admission_nothing_is_asked(cluster: InProcess, environ: dict[str, str]) -> None:
+    """SIE_POOL_ADMISSION_ENABLED; and without SIE_GATEWAY_URL there is nobody to ask."""
+    async with Assigner() as assigner:
+        assigner.pools = []
+        if environ:
+            environ = {**environ, "SIE_GATEWAY_URL": f"http://127.0.0.1:{assigner.port}"}
+        gateway = await cluster.gateway()
+        await cluster.sidecar(**environ)
+        assert (await gateway.encode("x", model=ENTRIES[0].id)).status_code == 200
+        assert assigner.asked == []
+
+
+async def test_the_gateway_tells_a_worker_its_pool_and_takes_the_read_token_for_it(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="user", SIE_CONFIG_READ_TOKEN="read-me")
+    await cluster.sidecar()
+    reader = {"authorization": "Bearer read-me"}
+    answer = await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"}, headers=reader)
+    assert answer.json() == {"worker": "w0", "pools": ["_default"]}
+    assert (await gateway.client.get("/v1/pools/assignments", params={"worker": "w7"}, headers=reader)).status_code == 404
+    assert (await gateway.client.get("/v1/models", headers=reader)).status_code == 401
+    assert (await gateway.client.get("/v1/pools/assignments", params={"worker": "w0"})).status_code == 401
+
+
+async def test_a_model_gets_one_more_host_when_work_waits_longer_than_allowed(cluster: InProcess) -> None:
+    """SIE_ADOPT_AFTER_MS."""
+
+    async def hosts(adopt_after_ms: str) -> int:
+        gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS=adopt_after_ms)
+        answer = await gateway.encode("x", model=ENTRIES[0].id)
+        busy = adapters[int(answer.headers["X-SIE-Worker"][1:])]
+        busy.hold_batches = True
+        sent = [asyncio.create_task(gateway.encode(str(number), model=ENTRIES[0].id)) for number in range(200)]
+        await busy.until(lambda adapter: adapter.running, "a batch")
+        most = 1
+        async with asyncio.timeout(10):
+            end_s = asyncio.get_running_loop().time() + 3.0
+            while most == 1 and asyncio.get_running_loop().time() < end_s:
+                placement = await table(cluster)
+                most = max(most, len(placement.hosts[ENTRIES[0].id])) if placement else most
+                await asyncio.wait(sent, timeout=0.05)
+        busy.let_go()
+        assert {answer.status_code for answer in await asyncio.gather(*sent)} == {200}
+        await gateway.end()
+        return most
+
+    maker = await cluster.gateway()
+    adapters: list[FakeAdapter] = [await cluster.adapter(f"{name}.sock") for name in "ab"]
+    for adapter in adapters:
+        await cluster.sidecar(adapter, SIE_BATCHER_MAX_BATCH_REQUESTS="1", SIE_HEALTH_PUBLISH_INTERVAL_MS="300")
+    await placing(cluster)
+    await maker.end()
+    assert await hosts("600000") == 1
+    assert await hosts("500") == 2

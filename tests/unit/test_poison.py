@@ -1,0 +1,222 @@
+"""Inputs that end adapters: judged by their second death, refused from then on, and nobody else pays with an answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from direct import ENTRY, Direct, is_right, reasons
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inprocess import until
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Write
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.messages import Input, RunOptions, WorkItem
+from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
+from sie_sidecar.poison import MOST_MARKS, Mark, Marks, after_death, content_keys
+
+POISON = "INFERENCE_ERROR poison"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
+    async with Direct(tmp_path, ENTRY) as cluster:
+        yield cluster
+
+
+# ---- the whole worker
+
+
+async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster: Direct) -> None:
+    """L4: mates in the same work item, in the same batch and in other batches are all answered rightly."""
+    adapter = await cluster.deadly("bad")
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    items = [await cluster.publish(f"first {number}") for number in range(2)]
+    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
+    items += [await cluster.publish(*(f"text {number} {index}" for index in range(3))) for number in range(20)]
+    items.insert(7, await cluster.publish("before", "bad", "after"))
+    adapter.let_go()
+    results = [await cluster.result(item) for item in items]
+    wanted = [[POISON if each.text == "bad" else "" for each in item.inputs] for item in items]
+    assert [reasons(result) for result in results] == wanted
+    for item, result in zip(items, results, strict=True):
+        assert all(is_right(result, item, index) for index, each in enumerate(item.inputs) if each.text != "bad")
+    assert len(adapter.deaths) == 2
+    assert adapter.deaths[1] == ["bad"]
+    await cluster.left(0)
+
+
+async def test_a_known_poison_is_refused_before_it_runs(cluster: Direct) -> None:
+    """By this worker, by one that starts later, and also among other inputs."""
+    adapter = await cluster.deadly("bad")
+    sidecar = await cluster.sidecar(adapter)
+    first = await cluster.publish("bad")
+    assert reasons(await cluster.result(first)) == [POISON]
+    assert adapter.deaths == [["bad"], ["bad"]]
+    again = await cluster.publish("bad", "good")
+    assert reasons(await cluster.result(again)) == [POISON, ""]
+    await sidecar.end()
+    await cluster.sidecar(adapter)
+    later = await cluster.publish("good", "bad")
+    assert reasons(await cluster.result(later)) == ["", POISON]
+    assert len(adapter.deaths) == 2
+
+
+async def test_copies_of_a_poison_in_one_batch_cost_no_more_deaths(cluster: Direct) -> None:
+    adapter = await cluster.deadly("bad")
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    held = await cluster.publish("hold")
+    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
+    items = [await cluster.publish("bad") for _ in range(5)] + [await cluster.publish("bad", "good", "bad")]
+    adapter.let_go()
+    assert [reasons(await cluster.result(item)) for item in items] == [[POISON]] * 5 + [[POISON, "", POISON]]
+    assert reasons(await cluster.result(held)) == [""]
+    assert len(adapter.deaths) == 2
+
+
+async def test_an_innocent_is_never_judged_by_the_deaths_it_was_near(cluster: Direct) -> None:
+    """However often it shares a batch with poison: each time it is cleared by being answered alone."""
+    adapter = await cluster.deadly(*(f"bad {number}" for number in range(4)))
+    await cluster.sidecar(adapter)
+    for number in range(4):
+        item = await cluster.publish("popular", f"bad {number}")
+        assert reasons(await cluster.result(item)) == ["", POISON]
+    bucket = await cluster.broker.key_value(POISON_BUCKET)
+    held = cluster.server.buckets[POISON_BUCKET].entries
+    await until(lambda: sum(entry.value is not None for entry in held.values()) == 4, "no mark but those of the four")
+    assert all(msgspec.msgpack.decode(entry.value or b"", type=Mark).deaths == 2 for entry in await bucket.entries())
+
+
+async def test_a_suspect_of_another_worker_runs_alone_and_one_death_more_is_enough(cluster: Direct) -> None:
+    """The count survives whoever counted: a sidecar that was killed between the two deaths, say."""
+    item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("bad"),), RunOptions(), "inbox", 60_000)
+    bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
+    at_s = await cluster.broker.server_time(cluster.stream.name)
+    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 1, at_s, ("other",))))])
+    adapter = await cluster.deadly("bad")
+    await cluster.sidecar(adapter)
+    assert reasons(await cluster.result(await cluster.publish("good", "bad"))) == ["", POISON]
+    assert adapter.deaths == [["bad"]]
+    await until(lambda: cluster.server.streams["DEAD__default"].messages, "its dead letter")
+    (letter,) = await cluster.letters()
+    assert letter.workers == ("other", "w0")
+
+
+async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct) -> None:
+    """L22"""
+    adapter = await cluster.deadly("bad")
+    await cluster.sidecar(adapter)
+    item = await cluster.publish("good", "bad", "bad")
+    await cluster.result(item)
+    await cluster.left(0)
+    (letter,) = await cluster.letters()
+    assert msgspec.msgpack.decode(letter.item, type=WorkItem) == item
+    assert (letter.error.code, letter.error.reason, letter.deaths, letter.deliveries) == ("INFERENCE_ERROR", "poison", 2, 1)
+    assert letter.workers == ("w0",)
+
+
+async def test_what_cannot_be_read_is_a_dead_letter_and_leaves_the_queue(cluster: Direct) -> None:
+    await cluster.sidecar()
+    await cluster.broker.publish(topology.work_subject(cluster.lane, "interactive", ENTRY.id), b"\xc1", "x")
+    await cluster.left(0)
+    (letter,) = await cluster.letters()
+    assert (letter.item, letter.error.reason) == (b"\xc1", "undecodable")
+
+
+async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Direct) -> None:
+    await cluster.sidecar()
+    item = await cluster.publish("a")
+    await cluster.result(item)
+    other = msgspec.structs.replace(item, request="other", revision="another")
+    await cluster.broker.publish(topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(other), "other")
+    result = await cluster.result(other)
+    assert reasons(result) == ["NOT_READY"]
+    await cluster.left(0)
+    (letter,) = await cluster.letters()
+    assert (letter.error.code, letter.deliveries) == ("NOT_READY", 5)
+
+
+# ---- marks
+
+
+class Times:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def marks_of(server: MemoryServer, worker: str, now_s: Times) -> Marks:
+    marks = Marks(server.connect(worker), worker, now_s)
+    await marks.open()
+    return marks
+
+
+async def test_marks_pass_between_workers_and_end_with_their_life() -> None:
+    server, now_s = MemoryServer(), Times()
+    one, two = await marks_of(server, "one", now_s), await marks_of(server, "two", now_s)
+    await one.suspected("m", ["k1", "k2"])
+    await until(lambda: two.any_of("m"), "the marks at the other worker")
+    await two.died("m", ["k1"])
+    await until(lambda: (mark := one.of("k1")) and mark.is_poison, "the verdict")
+    assert one.of("k1") == Mark("m", 2, 1000.0, ("one", "two"))
+    await one.clear(["k2"])
+    await until(lambda: two.of("k2") is None, "cleared there too")
+    later = await marks_of(server, "later", now_s)
+    assert later.of("k1") == one.of("k1"), "read before anything runs"
+    assert later.of("k2") is None
+    now_s.now_s += POISON_LIFETIME_S
+    assert two.any_of("m")
+    assert two.of("k1") is None
+    assert not two.any_of("m")
+    for marks in (one, two, later):
+        await marks.close()
+
+
+async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
+    server, now_s = MemoryServer(), Times()
+    marks = await marks_of(server, "one", now_s)
+    server.disconnect()
+    await marks.suspected("m", ["k"])
+    await marks.died("m", ["k"])
+    mark = marks.of("k")
+    assert mark is not None
+    assert mark.is_poison
+
+
+@given(st.lists(st.sampled_from(["one", "two", "three"]), min_size=1, max_size=5))
+def test_the_second_death_is_the_verdict(workers: list[str]) -> None:
+    mark = None
+    for worker in workers:
+        mark = after_death(mark, "m", worker, 1.0)
+    assert mark is not None
+    assert mark.is_poison == (len(workers) > 1)
+    assert mark.workers == tuple(workers[-2:])
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3), st.integers(0, 3))
+def test_a_content_is_all_that_decides_what_runs(one: str, other: str, width: int, other_width: int) -> None:
+    def key(text: str, dimensions: int, **more: str) -> str:
+        item = WorkItem("r", 0, "m", "v", "encode", (Input(text),), RunOptions(dimensions=dimensions), "inbox", 1)
+        return content_keys(msgspec.structs.replace(item, **more))[0]
+
+    assert (key(one, width) == key(other, other_width)) == ((one, width) == (other, other_width))
+    assert key(one, width) == key(one, width, request="another", reply="elsewhere")
+    assert len({key(one, width), key(one, width, model="n"), key(one, width, revision="w"), key(one, width, operation="extract")}) == 4
+
+
+async def test_marks_are_bounded() -> None:
+    server, now_s = MemoryServer(), Times()
+    marks = Marks(server.connect("one"), "one", now_s)
+    await marks.suspected("m", [str(number) for number in range(MOST_MARKS + 10)])
+    assert marks.of("0") is None
+    assert marks.of(str(MOST_MARKS + 9)) is not None
+    assert marks.any_of("m")

@@ -1,0 +1,140 @@
+"""What a worker asks the broker for: credit by priority, consumers that come and go, and deliveries that are not what was expected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+from direct import ENTRY, Direct, is_right, reasons
+from inprocess import until
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Delivery
+from sie_contracts.broker.memory import MemoryBroker, MemoryServer
+from sie_contracts.topology import Lane
+from sie_sidecar.batch import Limits, Load
+from sie_sidecar.pulling import Pulling
+
+LANE = Lane("_default", "cpu", "default")
+LIMITS = Limits(cost=1000, requests=10, wait_s=0.01)
+STREAM = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
+
+
+@dataclass
+class Taking:
+    """A worker that keeps what it gets, and says what waits before its device."""
+
+    broker: MemoryBroker
+    loads: dict[bool, Load] = field(default_factory=lambda: {False: Load(0, 0, 1), True: Load(0, 0, 1)})
+    taken: list[Delivery] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pulling = Pulling(self.broker, LANE, LIMITS, self._on_delivery, self.loads.get, lambda: 0.0)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        self.taken.append(delivery)
+        self.pulling.note(delivery)
+        self.pulling.estimate(delivery.consumer, 100)
+        self.pulling.refill()
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[MemoryBroker]:
+    broker = MemoryServer().connect("test")
+    await broker.ensure_stream(STREAM, owner=True)
+    yield broker
+    await broker.close()
+
+
+async def publish(broker: MemoryBroker, priority: str, count: int) -> None:
+    await broker.ensure_consumer(topology.work_consumer(LANE, priority, "m", 10.0))
+    for number in range(count):
+        await broker.publish(topology.work_subject(LANE, priority, "m"), b"work", f"{priority}{number}")
+
+
+async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(broker: MemoryBroker) -> None:
+    """S9: otherwise a search box waits at the broker until a batch of bulk work has left."""
+    taking = Taking(broker)
+    taking.loads[True] = Load(2000, 20, 1)
+    await publish(broker, "bulk", 40)
+    await publish(broker, "interactive", 20)
+    await taking.pulling.start()
+    await until(lambda: len(taking.taken) >= 21, "all interactive work, and the probe of bulk work")
+    assert sum("bulk" in delivery.consumer for delivery in taking.taken) == 1
+    taking.loads[False] = taking.loads[True]
+    taking.pulling.refill()
+    assert not any(taking.pulling._pulls.outstanding(consumer) for consumer in {each.consumer for each in taking.taken})
+    await taking.pulling.stop()
+
+
+async def test_a_consumer_that_is_gone_without_a_notice_is_forgotten(broker: MemoryBroker) -> None:
+    """Notices may be lost; what is asked of a consumer that is no more is refused, again and again."""
+    taking = Taking(broker)
+    await publish(broker, "bulk", 0)
+    await publish(broker, "interactive", 0)
+    await taking.pulling.start()
+    assert taking.pulling._notices is not None
+    await taking.pulling._notices.stop()
+    gone = topology.work_consumer(LANE, "bulk", "m", 10.0).name
+    await broker.delete_consumer(STREAM.name, gone)
+    assert gone in taking.pulling._consumers
+    await taking.pulling.find_consumers()
+    assert list(taking.pulling._consumers) == [topology.work_consumer(LANE, "interactive", "m", 10.0).name]
+    await taking.pulling.stop()
+
+
+# ---- the whole worker
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
+    async with Direct(tmp_path, ENTRY) as cluster:
+        yield cluster
+
+
+async def test_what_cannot_be_read_does_not_use_up_the_probe(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    subject = topology.work_subject(cluster.lane, "interactive", ENTRY.id)
+    for number in range(3):
+        await cluster.broker.publish(subject, b"no work item", f"broken{number}")
+    await cluster.left(0)
+    item = await cluster.publish("good")
+    assert is_right(await cluster.result(item, 5.0), item, 0)
+
+
+async def test_an_estimate_that_was_too_high_is_no_credit_lost(cluster: Direct) -> None:
+    """20 texts of 3 tokens that were taken for 60 each fit into two batches of 100 tokens: all are here while the device is busy."""
+    adapter = await cluster.adapter()
+    adapter.hold_batches = True
+    sidecar = await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1", SIE_MAX_BATCH_COST="100")
+    first = await cluster.publish("x")
+    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
+    subject = topology.work_subject(cluster.lane, "interactive", ENTRY.id)
+    for number in range(20):
+        item = msgspec.structs.replace(first, request=f"many{number}", cost=60)
+        await cluster.broker.publish(subject, messages.encode(item), item.request)
+    async with asyncio.timeout(5):
+        while await sidecar.metric("sie_deliveries_total") < 21:
+            pass  # the scrape awaits
+    adapter.let_go()
+    await cluster.left(0)
+
+
+async def test_work_is_answered_at_its_deadline_though_the_load_goes_on(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    adapter.hold_loads = True
+    await cluster.sidecar(adapter)
+    late = await cluster.publish("late", budget_ms=200)
+    assert reasons(await cluster.result(late, 5.0)) == ["GATEWAY_TIMEOUT"]
+    await cluster.left(0)
+    assert adapter.loads
+    assert not adapter.batches
+    adapter.let_go()
+    good = await cluster.publish("good")
+    assert is_right(await cluster.result(good), good, 0)
+    assert len(adapter.loads) == 1

@@ -1,0 +1,272 @@
+"""The batch former under random work: what it promises, checked after every step of a state machine, and its order on cases made by hand.
+
+Promises: nothing is lost or runs twice; the budget and the request cap hold, unless a job is alone; nothing waits past its bound while the
+device is idle; between two bulk batches there are at most so many interactive ones; and no priority, model, key or LoRA starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
+
+MODELS = ("m0", "m1", "m2")
+LORAS = ("", "l1", "l2", "l3")
+TICK_S = 0.001
+
+
+class Scheduling(RuleBasedStateMachine):
+    """A device before which work comes, runs, ends, and sometimes has to run again. Beside the queue a plain list of what waits."""
+
+    @initialize(
+        cost=st.integers(1, 40), requests=st.integers(1, 5), wait=st.integers(0, 12), overtakes=st.integers(0, 3), depth=st.integers(1, 3)
+    )
+    def begin(self, cost: int, requests: int, wait: int, overtakes: int, depth: int) -> None:
+        self.limits = Limits(cost, requests, wait * TICK_S, overtakes, reorder_s=20 * TICK_S)
+        self.depth = depth
+        self.waiting: Waiting[int] = Waiting()
+        self.here: list[Job[int]] = []
+        self.at_device: list[Batch[int]] = []
+        self.now_s = 0.0
+        self.more_expected = False
+        self.number = 0
+        self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
+        self.due: dict[bool, tuple[Job[int], int] | None] = {False: None, True: None}  # the oldest due one, and batches it may still see
+
+    @rule(
+        model=st.sampled_from(MODELS), lora=st.sampled_from(LORAS), operation=st.sampled_from(("encode", "score")), cost=st.integers(1, 50),
+        bulk=st.booleans(), alone=st.sampled_from((False, False, False, True)), count=st.integers(1, 6),
+    )  # fmt: skip
+    def arrive(self, model: str, lora: str, operation: str, cost: int, bulk: bool, alone: bool, count: int) -> None:
+        for _ in range(count):
+            self.number += 1
+            self.now_s += 1e-6  # no two at once: then it is clear who is the oldest
+            key = BatchKey(model, "1", operation, "", lora, padded=model == "m2")
+            job = Job(key, 1 + (cost * self.number) % 50, self.now_s, self.number, bulk, alone)
+            self.waiting.add(job)
+            self.here.append(job)
+
+    @rule(ticks=st.integers(1, 15))
+    def time_passes(self, ticks: int) -> None:
+        self.now_s += ticks * TICK_S
+
+    @rule()
+    def the_device_keeps_up(self) -> None:
+        """Batch after batch, each done before the next."""
+        for _ in range(8):
+            self.at_device = self.at_device[: self.depth - 1]
+            self.send()
+
+    @rule(expected=st.booleans())
+    def more_is_expected(self, expected: bool) -> None:
+        self.more_expected = expected
+
+    @precondition(lambda self: self.at_device)
+    @rule(again=st.booleans())
+    def a_batch_ends(self, again: bool) -> None:
+        """Or dies with its adapter: then its jobs come back, older than what arrived meanwhile."""
+        batch = self.at_device.pop(0)
+        for job in batch.jobs if again else ():
+            self.waiting.put_back(job)
+            self.here.append(job)
+            self.due[job.bulk] = None  # another one is the oldest now
+        self.here.sort(key=lambda job: job.arrived_s)
+
+    @precondition(lambda self: self.here)
+    @rule(place=st.integers(0, 100))
+    def one_is_cancelled(self, place: int) -> None:
+        job = self.here.pop(place % len(self.here))
+        self.waiting.remove(job)
+        if (seen := self.due[job.bulk]) is not None and seen[0] is job:
+            self.due[job.bulk] = None
+
+    def oldest(self, bulk: bool) -> Job[int] | None:
+        return next((job for job in self.here if job.bulk == bulk), None)
+
+    def of_key(self, key: BatchKey, bulk: bool) -> list[Job[int]]:
+        return [job for job in self.here if job.key == key and job.bulk == bulk]
+
+    def is_due(self, job: Job[int]) -> bool:
+        return self.now_s >= job.arrived_s + self.limits.wait_s
+
+    def is_full(self, jobs: Sequence[Job[int]]) -> bool:
+        total = sum(job.cost for job in jobs)
+        return total >= self.limits.cost or len(jobs) >= self.limits.requests or any(job.alone for job in jobs)
+
+    @rule()
+    def send(self) -> None:
+        for bulk in (False, True):
+            job, seen = self.oldest(bulk), self.due[bulk]
+            if job is not None and self.is_due(job) and (seen is None or seen[0] is not job):
+                keys = {other.key for other in self.here if other.bulk == bulk and other.key.residency == job.key.residency}
+                self.due[bulk] = (job, len(keys))
+        action = next_batch(self.waiting, self.now_s, self.limits, Device(len(self.at_device), 1, self.depth, self.more_expected))
+        if isinstance(action, Batch):
+            self.check(action)
+        elif isinstance(action, Wait):
+            heads = [job for bulk in (False, True) if (job := self.oldest(bulk)) is not None]
+            assert action.until_s == min(job.arrived_s for job in heads) + self.limits.wait_s > self.now_s
+            assert self.at_device or self.more_expected
+            assert not any(self.is_full(self.of_key(job.key, job.bulk)) for job in self.here)
+        else:
+            assert not self.here or len(self.at_device) == self.depth
+
+    def check(self, batch: Batch[int]) -> None:
+        bulk = batch.jobs[0].bulk
+        queue = self.of_key(batch.key, bulk)
+        head = queue[0]
+        # what it holds
+        assert len({job.work for job in batch.jobs}) == len(batch.jobs)
+        assert all(any(job is other for other in queue) for job in batch.jobs), "each waits, and has this key and this priority"
+        assert batch.cost == sum(job.cost for job in batch.jobs)
+        assert len(batch.jobs) == 1 or (batch.cost <= self.limits.cost and not any(job.alone for job in batch.jobs))
+        assert len(batch.jobs) <= self.limits.requests
+        assert [job.cost for job in batch.jobs] == sorted(job.cost for job in batch.jobs)
+        # in which order
+        assert any(job is head for job in batch.jobs), "the oldest of its key"
+        taken = {job.work for job in batch.jobs}
+        left = [job for job in queue if job.work not in taken]
+        latest_s = max(job.arrived_s for job in batch.jobs)
+        if batch.key.padded:
+            assert all(latest_s - job.arrived_s <= self.limits.reorder_s for job in left)
+        else:
+            assert all(latest_s < job.arrived_s for job in left)
+        # why now
+        idle = not self.at_device and not self.more_expected
+        spent = bulk and self.overtaken >= self.limits.bulk_max_overtakes > 0
+        assert idle or self.is_full(queue) or self.is_due(head) or spent
+        heads = [job for priority in (False, True) if (job := self.oldest(priority)) is not None]
+        if self.limits.bulk_max_overtakes == 0 and all(map(self.is_due, heads)):
+            assert min(heads, key=lambda job: job.arrived_s).bulk == bulk
+        # nobody starves
+        for job in batch.jobs:
+            self.here.remove(job)
+        if bulk:
+            self.overtaken = 0
+        elif self.oldest(True) is not None:
+            self.overtaken += 1
+            assert self.overtaken <= self.limits.bulk_max_overtakes or self.limits.bulk_max_overtakes == 0
+        if (seen := self.due[bulk]) is not None:
+            job, may_see = seen
+            if job.work in taken:
+                self.due[bulk] = None
+            else:
+                assert may_see > 1, "the oldest job is in one of the next batches, at most as many as its model has keys"
+                self.due[bulk] = (job, may_see - 1)
+        self.at_device.append(batch)
+
+    @invariant()
+    def everything_is_where_it_belongs(self) -> None:
+        if hasattr(self, "here"):
+            assert sorted(job.work for job in self.waiting) == sorted(job.work for job in self.here)
+            assert len(self.waiting) == len(self.here)
+            assert self.waiting.cost == sum(job.cost for job in self.here)
+
+    def teardown(self) -> None:
+        """An idle device is given everything that is left, without waiting."""
+        if hasattr(self, "here"):
+            self.at_device.clear()
+            self.more_expected = False
+            while self.here:
+                before = len(self.here)
+                self.send()
+                self.at_device.clear()
+                assert len(self.here) < before
+
+
+Scheduling.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestScheduling = Scheduling.TestCase
+
+
+# by hand
+
+BOUNDS = Limits(cost=1000, requests=2, wait_s=0.01)
+BUSY = Device(sent=1, lanes=1, depth=2, more_expected=False)
+
+
+def key(model: str = "m", lora: str = "", *, padded: bool = False) -> BatchKey:
+    return BatchKey(model, "1", "encode", "", lora, padded)
+
+
+def formed(jobs: Sequence[Job[str]], limits: Limits, now_s: float = 1.0) -> list[str]:
+    """The batches of a busy device, one after the other, as the works of each joined."""
+    waiting: Waiting[str] = Waiting()
+    for job in jobs:
+        waiting.add(job)
+    found = []
+    while isinstance(batch := next_batch(waiting, now_s, limits, BUSY), Batch):
+        found.append("".join(job.work for job in batch.jobs))
+    return found
+
+
+def test_the_loras_of_a_model_take_turns() -> None:
+    """S10: a backlog of one LoRA does not hold the others, and no batch mixes two."""
+    backlog = [Job(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
+    others = [Job(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
+    assert formed([*backlog, *others], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
+
+
+def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:
+    jobs = [Job(key(model), 1, number / 1000, model) for number, model in enumerate("xxxyyzx")]
+    assert formed(jobs, BOUNDS) == ["xx", "xx", "yy", "z"]
+
+
+def test_a_lora_that_is_not_due_does_not_spend_its_turn() -> None:
+    """Of a busy device: its batch grows while that of the backlog runs."""
+    jobs = [*(Job(key(lora="a"), 1, number / 1000, "a") for number in range(4)), Job(key(lora="b"), 1, 0.995, "b")]
+    assert formed(jobs, BOUNDS, now_s=1.0) == ["aa", "aa"]
+    assert formed(jobs, BOUNDS, now_s=1.005) == ["aa", "b", "aa"]
+
+
+def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> None:
+    waiting: Waiting[str] = Waiting()
+    for job in (Job(key("x"), 1, 0.0, "x"), Job(key("y"), 1, 0.001, "y"), Job(key("y"), 1, 0.001, "y")):
+        waiting.add(job)
+    batch = next_batch(waiting, 0.002, BOUNDS, BUSY)
+    assert isinstance(batch, Batch)
+    assert batch.key == key("y")
+    assert next_batch(waiting, 0.002, BOUNDS, BUSY) == Wait(0.01)
+
+
+def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
+    """Long and short in turn: by arrival every batch is as long as its longest; packed rows have no padding, so there they go in order."""
+    arrivals = [Job(key(padded=True), 100 if number % 2 else 10, number / 1000, "Ls"[number % 2 == 0]) for number in range(8)]
+    assert formed(arrivals, BOUNDS) == ["ss", "LL", "ss", "LL"]
+    packed = [Job(key(), job.cost, job.arrived_s, job.work) for job in arrivals]
+    assert formed(packed, BOUNDS) == ["sL"] * 4
+
+
+def test_like_cost_overtakes_within_the_age_bound_only() -> None:
+    """S10: the odd one out goes when it is the oldest, and nothing that came later than the bound passes it."""
+    spaced = [Job(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s") for number in range(6)]
+    assert formed(spaced, Limits(1000, 2, 0.01, reorder_s=0.25)) == ["ss", "sL", "ss"]
+    assert formed(spaced, Limits(1000, 2, 0.01, reorder_s=0.05)) == ["s", "L", "s", "s", "s", "s"]
+
+
+def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
+    """S9: bulk work that is neither full nor due, while full interactive batches come one after the other."""
+    waiting: Waiting[str] = Waiting()
+    waiting.add(Job(key(), 1, 0.0, "b", bulk=True))
+    for number in range(20):
+        waiting.add(Job(key(), 1, 0.0, str(number)))
+    bounds = Limits(cost=1000, requests=2, wait_s=60.0, bulk_max_overtakes=3)
+    order = []
+    while isinstance(batch := next_batch(waiting, 0.001, bounds, BUSY), Batch):
+        order.append("b" if batch.jobs[0].bulk else "i")
+    assert "".join(order) == "iiibiiiiiii"
+
+
+def test_credit_is_what_two_batches_for_each_lane_can_take_beyond_what_is_held() -> None:
+    limits = Limits(cost=1000, requests=10, wait_s=0.01)
+    assert credit(Load(0, 0, 1), 500.0, limits) == 4
+    assert credit(Load(0, 0, 2), 500.0, limits) == 8
+    assert credit(Load(1400, 3, 1), 500.0, limits) == 1, "room for less than one of them"
+    assert credit(Load(2000, 3, 1), 500.0, limits) == 0, "no room"
+    assert credit(Load(80, 8, 1), 10.0, limits) == 12, "small ones are bounded by number"
+    assert credit(Load(200, 20, 1), 10.0, limits) == 0

@@ -1,0 +1,63 @@
+"""The rate of a device, and what inputs cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie_sidecar import cost
+from sie_sidecar.rate import MEMORY_S, Rate
+
+
+def test_time_without_a_batch_does_not_count() -> None:
+    rate = Rate()
+    assert rate.tokens_per_s == 0
+    for began_s in (0.0, 100.0, 200.0):
+        rate.sent(began_s)
+        rate.ended(500, began_s + 0.5)
+    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.running == 0
+
+
+def test_batches_sent_ahead_count_the_time_once() -> None:
+    """One lane, the next batch ready: both are at the adapter from 0 to 1 s, and each runs 1 s."""
+    rate = Rate()
+    rate.sent(0.0)
+    rate.sent(0.0)
+    for second in range(1, 20):
+        rate.ended(1000, float(second))
+        rate.sent(float(second))
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+def test_lanes_that_run_side_by_side_add_up() -> None:
+    rate = Rate()
+    for _ in range(4):
+        rate.sent(0.0)
+    for _ in range(4):
+        rate.ended(250, 1.0)
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
+    rate = Rate()
+    for second in range(20):
+        rate.sent(float(second))
+        rate.ended(1000, second + 1.0)
+    before = rate.tokens_per_s
+    rate.sent(20.0)
+    rate.ended(0, 21.0)
+    assert rate.tokens_per_s < before
+    for second in range(int(5 * MEMORY_S)):
+        rate.sent(30.0 + second)
+        rate.ended(100, 31.0 + second)
+    assert rate.tokens_per_s == pytest.approx(100, rel=0.1)
+
+
+def test_what_inputs_cost() -> None:
+    """A text its tokens, or what its row is filled up to; a pair both sides; an image 1 or its tiles; audio its chunks."""
+    assert (cost.text(12), cost.text(12, expanded=32), cost.text(40, expanded=32)) == (12, 32, 40)
+    assert cost.pair(8, 100, special=3) == 111
+    assert (cost.image(), cost.image(5)) == (1, 5)
+    assert [cost.audio(samples, 16000) for samples in (0, 1, 16000, 16001, 80000)] == [1, 1, 1, 2, 5]
+    with pytest.raises(ValueError, match="0 samples"):
+        cost.audio(10, 0)

@@ -1,0 +1,381 @@
+"""The fairness between keys: the pure core alone, by properties, and against a simulated lane that is first in, first out."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sie_gateway.window import REMEMBERED_S, BatchTimes, Bound, Host, Shares, Ticket, Window, bound
+
+QUANTUM = 4096
+BATCH = 16_384  # tokens of a batch
+FULL = Host(credit_cost=4 * BATCH, credit_items=48, batch_cost=BATCH, pipeline=2)
+
+
+def window() -> Window:
+    return Window(Shares(), QUANTUM)
+
+
+def order(found: list[tuple[Ticket, int]]) -> str:
+    return "".join(ticket.key for ticket, _ in found)
+
+
+# the bound
+
+
+def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> None:
+    """The pipelines of all hosts are full for one key; with several, what is ahead and a batch of half of it fit two full batches."""
+    alone = bound([FULL, FULL], cold_tokens=8192, contested=False, mean_cost=100)
+    assert alone == Bound(8 * BATCH, 96)
+    contested = bound([FULL], cold_tokens=8192, contested=True, mean_cost=100)
+    assert contested.tokens * 1.5 <= 2 * BATCH
+    assert contested.items == 48
+    assert bound([FULL], cold_tokens=8192, contested=False, mean_cost=100, replicas=2) == Bound(2 * BATCH, 24)
+
+
+def test_what_a_batch_costs_by_itself_keeps_batches_large_where_keys_share() -> None:
+    """Half of the time of a full batch of S is its own: then s = S. All of it by tokens: then two thirds."""
+    times = BatchTimes()
+    for tokens in (1000, 2000, 16_000) * 5:
+        times.note(tokens, 0.016 + 1e-6 * tokens)
+    assert times.fixed_tokens() == pytest.approx(16_000)
+    for fixed, tokens in ((0.0, 4 / 3 * BATCH), (BATCH / 4, 1.5 * BATCH), (BATCH, 2 * BATCH), (math.inf, 2 * BATCH)):
+        found = bound([FULL], cold_tokens=1, contested=True, mean_cost=0.0, fixed_tokens=fixed)
+        assert found.tokens == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("sizes", [(), (500,), (500, 500, 500), (500, 505, 495)])
+def test_batches_of_one_size_say_nothing_of_what_a_batch_costs_by_itself(sizes: tuple[int, ...]) -> None:
+    times = BatchTimes()
+    for tokens in sizes:
+        times.note(tokens, 0.02 + (tokens % 7) * 0.001)
+    assert times.fixed_tokens() == 0.0
+
+
+def test_batches_that_take_the_same_whatever_they_hold_cost_by_number() -> None:
+    times = BatchTimes()
+    for tokens in (10, 5000, 10_000):
+        times.note(tokens, 0.02)
+    assert times.fixed_tokens() > 1e6
+
+
+def test_a_fast_device_gets_work_for_the_way_of_a_message() -> None:
+    """A device that runs two batches in less than the way there and back would otherwise stand still."""
+    fast = Host(1000, 4, rate=1_000_000.0)
+    assert bound([fast], cold_tokens=1, contested=False, mean_cost=10) == Bound(30_000, 3000)
+
+
+def test_what_is_not_known_does_not_bound_and_a_model_without_a_host_is_held_back() -> None:
+    assert bound([Host()], cold_tokens=8192, contested=False, mean_cost=0.0) == Bound(math.inf, math.inf)
+    assert bound([], cold_tokens=8192, contested=True, mean_cost=0.0) == Bound(8192)
+
+
+def test_a_lane_is_contested_while_two_keys_were_seen_lately() -> None:
+    shares = Shares()
+    shares.saw("a", 0.0)
+    assert not shares.contested(0.0)
+    shares.saw("b", 1.0)
+    assert shares.contested(1.0)
+    shares.saw("a", REMEMBERED_S)
+    assert shares.contested(REMEMBERED_S)
+    assert not shares.contested(REMEMBERED_S + 2)
+
+
+# turns
+
+
+def test_keys_take_turns_by_tokens_however_many_requests_each_has() -> None:
+    one = window()
+    for _ in range(40):
+        one.join(Ticket("a", [QUANTUM]))
+    one.join(Ticket("b", [QUANTUM] * 3))
+    one.join(Ticket("c", [QUANTUM // 4] * 12))
+    granted = order(one.grant(Bound(12 * QUANTUM), math.inf))
+    assert granted == "abccccabccccabccccaaa"[: len(granted)]
+    assert len(granted) == 3 * 6 + 3
+
+
+def test_a_key_has_at_most_its_window_and_others_pass_it() -> None:
+    one = window()
+    one.join(Ticket("a", [QUANTUM] * 10))
+    assert order(one.grant(Bound(), 4 * QUANTUM)) == "aaaa"
+    one.join(Ticket("b", [10]))
+    assert order(one.grant(Bound(), 4 * QUANTUM)) == "b"
+    assert one.grant(Bound(), 4 * QUANTUM) == []
+
+
+def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
+    shares = Shares()
+    first, second = Window(shares, QUANTUM), Window(shares, QUANTUM)
+    ticket = Ticket("a", [QUANTUM] * 2)
+    first.join(ticket)
+    second.join(Ticket("a", [QUANTUM]))
+    assert len(first.grant(Bound(), 2 * QUANTUM)) == 2
+    assert second.grant(Bound(), 2 * QUANTUM) == []
+    first.give_back(ticket, 1)
+    assert len(second.grant(Bound(), 2 * QUANTUM)) == 1
+
+
+def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -> None:
+    """S10: a large chunk is not passed for ever by small ones that fit where it does not, of one key or of many."""
+    one = window()
+    holder = Ticket("h", [100])
+    one.join(holder)
+    one.grant(Bound(), math.inf)
+    large = Ticket("a", [QUANTUM])
+    one.join(large)
+    most = Bound(QUANTUM + 50)
+    passed = []
+    for number in range(20):
+        small = Ticket(f"b{number}", [QUANTUM // 10])
+        one.join(small)
+        passed += one.grant(most, math.inf)
+        one.give_back(small, 0)
+    assert len(passed) == 10
+    one.give_back(holder, 0)
+    assert order(one.grant(most, math.inf)) == "a"
+
+
+def test_a_chunk_above_every_bound_goes_alone() -> None:
+    """S18"""
+    one = window()
+    large = Ticket("a", [10 * QUANTUM])
+    one.join(large)
+    one.join(Ticket("a", [1]))
+    assert order(one.grant(Bound(100, 1), 100)) == "a"
+    one.give_back(large, 0)
+    assert order(one.grant(Bound(100, 1), 100)) == "a"
+
+
+def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end_one_by_one() -> None:
+    """S8"""
+    one = window()
+    large, next_one, small = (Ticket("a", [QUANTUM] * count) for count in (9, 9, 1))
+    one.join(large)
+    assert one.grant(Bound(2 * QUANTUM), math.inf) == [(large, 0), (large, 1)]
+    one.join(next_one)
+    one.join(small)
+    found = [ticket for ticket, _ in one.grant(Bound(9 * QUANTUM), math.inf)]
+    assert found.index(small) <= 3
+    assert found.count(large) >= 4
+    assert found.count(next_one) == 1
+
+
+def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
+    one = window()
+    ticket = Ticket("a", [10])
+    assert one.fits_now(ticket, Bound(100), 100)
+    one.admit(ticket)
+    assert not one.fits_now(Ticket("b", [100]), Bound(100), 1000)
+    one.join(Ticket("c", [1000]))
+    assert not one.fits_now(Ticket("b", [1]), Bound(100), 1000)
+
+
+class Turns(RuleBasedStateMachine):
+    """S7: whatever happens in whatever order, what is counted is what is held, bounds hold, and at the end everything is free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares = Shares()
+        self.windows = [Window(self.shares, 100) for _ in range(2)]
+        self.open: list[tuple[Window, Ticket]] = []
+
+    @rule(key=st.sampled_from("abc"), costs=st.lists(st.integers(1, 250), min_size=1, max_size=6), model=st.integers(0, 1))
+    def join(self, key: str, costs: list[int], model: int) -> None:
+        ticket = Ticket(key, costs)
+        self.open.append((self.windows[model], ticket))
+        self.windows[model].join(ticket)
+
+    @rule(model=st.integers(0, 1), tokens=st.integers(1, 600), items=st.integers(1, 8), limit=st.integers(1, 400))
+    def grant(self, model: int, tokens: int, items: int, limit: int) -> None:
+        one = self.windows[model]
+        before = dict(self.shares.tokens)
+        had = one.items
+        found = one.grant(Bound(tokens, items), limit)
+        if found:
+            assert one.items <= max(items, had, 1)
+            assert one.tokens <= tokens or one.items == 1 or one.items == had
+            for key in {ticket.key for ticket, _ in found}:
+                mine = [ticket.costs[chunk] for ticket, chunk in found if ticket.key == key]
+                assert self.shares.tokens[key] <= limit or (len(mine) == 1 and not before.get(key))
+        elif one.is_waiting and not one.items:  # nothing in the queue: only a key's own window may keep it
+            assert all(self.shares.tokens.get(key) for key in one.waiting_tokens())
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 100), chunk=st.integers(0, 6))
+    def give_back(self, which: int, chunk: int) -> None:
+        one, ticket = self.open[which % len(self.open)]
+        was_held = chunk in ticket.held
+        assert one.give_back(ticket, chunk) == was_held
+        assert not one.give_back(ticket, chunk)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 100))
+    def leave(self, which: int) -> None:
+        one, ticket = self.open.pop(which % len(self.open))
+        one.leave(ticket)
+        one.leave(ticket)
+        assert not ticket.held
+
+    @invariant()
+    def counted_is_held(self) -> None:
+        for one in self.windows:
+            mine = [ticket for window, ticket in self.open if window is one]
+            assert one.tokens == sum(ticket.costs[chunk] for ticket in mine for chunk in ticket.held)
+            assert one.items == sum(len(ticket.held) for ticket in mine)
+            waiting: dict[str, int] = {}
+            for ticket in mine:
+                if ticket.waiting:
+                    waiting[ticket.key] = waiting.get(ticket.key, 0) + sum(ticket.costs[ticket.next :])
+            assert one.waiting_tokens() == waiting
+        for key in "abc":
+            held = sum(ticket.costs[chunk] for _, ticket in self.open if ticket.key == key for chunk in ticket.held)
+            assert self.shares.tokens.get(key, 0) == held
+
+    def teardown(self) -> None:
+        for one, ticket in self.open:
+            one.leave(ticket)
+        assert all(one.idle and not one.tokens for one in self.windows)
+        assert not self.shares.tokens
+
+
+TestTurns = Turns.TestCase
+
+
+@given(st.lists(st.lists(st.integers(1, QUANTUM), min_size=1, max_size=30), min_size=2, max_size=5), st.integers(1, 4))
+def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests: list[list[int]], room: int) -> None:
+    """For any sizes: the bound of deficit round robin, a quantum and the largest chunk, and a turn that may have passed."""
+    one = window()
+    for number, costs in enumerate(requests):
+        one.join(Ticket(str(number), costs))
+    sent = {str(number): 0 for number in range(len(requests))}
+    while one.is_waiting:
+        granted = one.grant(Bound(room * QUANTUM), math.inf)
+        assert granted
+        for ticket, chunk in granted:
+            sent[ticket.key] += ticket.costs[chunk]
+            one.give_back(ticket, chunk)
+        waiting = [sent[key] for key in one.waiting_tokens()]
+        if len(waiting) > 1:
+            assert max(waiting) - min(waiting) <= 3 * QUANTUM
+
+
+# a lane, simulated
+
+
+def simulate(
+    arrivals: list[tuple[float, str, int]], *, fair: bool, batch_s: float, token_s: float, until_s: float
+) -> dict[str, list[float]]:
+    """Latencies by key of chunks that arrive (at, key, tokens) at a lane with one worker: a queue that is first in, first out, of which the
+    worker takes in four batches, and a device that runs one batch while the next is ready. A message takes 1 ms each way.
+
+    `fair`: what this gateway lets into the queue is bounded as it does it; else everything goes in at once.
+    """
+    one, way_s, times = window(), 0.001, BatchTimes()
+    shares = one.shares
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+    count = 0
+
+    def at(due_s: float, action: Callable[[float], None]) -> None:
+        nonlocal count
+        count += 1
+        heapq.heappush(events, (due_s, count, action))
+
+    came: dict[int, tuple[float, str]] = {}
+    took: dict[str, list[float]] = {key: [] for _, key, _ in arrivals}
+    queue: list[Ticket] = []
+    held: list[Ticket] = []
+    ready: list[list[Ticket]] = []
+    free_s, done_tokens = 0.0, 0
+
+    def pump(now_s: float) -> None:
+        host = Host(4 * BATCH, batch_cost=BATCH, pipeline=2)
+        contested = shares.contested(now_s)
+        most = bound([host], cold_tokens=1, contested=contested, mean_cost=0.0, fixed_tokens=times.fixed_tokens()) if fair else Bound()
+        for ticket, _ in one.grant(most, math.inf):
+            at(now_s + way_s, lambda now_s, ticket=ticket: published(ticket, now_s))  # type: ignore[misc]
+
+    def published(ticket: Ticket, now_s: float) -> None:
+        queue.append(ticket)
+        serve(now_s)
+
+    def serve(now_s: float) -> None:
+        nonlocal free_s
+        inside = sum(ticket.costs[0] for batch in ready for ticket in batch) + sum(ticket.costs[0] for ticket in held)
+        while queue and inside + queue[0].costs[0] <= 4 * BATCH:
+            inside += queue[0].costs[0]
+            held.append(queue.pop(0))
+        if len(ready) < 2 and held and (not ready or sum(ticket.costs[0] for ticket in held) >= BATCH or now_s >= free_s - 0.002):
+            batch: list[Ticket] = []
+            while held and sum(ticket.costs[0] for ticket in batch) + held[0].costs[0] <= BATCH:
+                batch.append(held.pop(0))
+            ready.append(batch)
+            free_s = max(now_s, free_s) + batch_s + token_s * sum(ticket.costs[0] for ticket in batch)
+            at(free_s, lambda now_s, batch=batch: ran(batch, now_s))  # type: ignore[misc]
+            at(free_s - 0.002, serve)
+
+    def ran(batch: list[Ticket], now_s: float) -> None:
+        ready.remove(batch)
+        tokens = sum(ticket.costs[0] for ticket in batch)
+        for ticket in batch:
+            times.note(tokens, batch_s + token_s * tokens)
+            at(now_s + way_s, lambda now_s, ticket=ticket: answered(ticket, now_s))  # type: ignore[misc]
+        serve(now_s)
+
+    def answered(ticket: Ticket, now_s: float) -> None:
+        nonlocal done_tokens
+        one.give_back(ticket, 0)
+        started_s, key = came[id(ticket)]
+        took[key].append(now_s - started_s)
+        done_tokens += ticket.costs[0]
+        pump(now_s)
+
+    def arrive(key: str, tokens: int, now_s: float) -> None:
+        ticket = Ticket(key, [tokens])
+        kept.append(ticket)
+        came[id(ticket)] = now_s, key
+        shares.saw(key, now_s)
+        one.join(ticket)
+        pump(now_s)
+
+    kept: list[Ticket] = []
+    for due_s, key, tokens in arrivals:
+        at(due_s, lambda now_s, key=key, tokens=tokens: arrive(key, tokens, now_s))  # type: ignore[misc]
+    while events and events[0][0] <= until_s:
+        now_s, _, action = heapq.heappop(events)
+        action(now_s)
+    took["rate"] = [done_tokens / until_s]
+    return took
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+
+
+@pytest.mark.parametrize(("batch_s", "token_s"), [(0.005, 20e-6), (0.0, 20e-6), (0.002, 1e-6), (0.05, 0.0), (0.05, 3e-6)])
+def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(batch_s: float, token_s: float) -> None:
+    """S9: 100,000 texts of 64 tokens of one key, small requests of another that was there before: p99 <= 2 x unloaded p99 + two batches.
+
+    Throughput stays within a tenth of what the backlog alone gives, whether batches cost by tokens or by number.
+    """
+    full_s = batch_s + token_s * BATCH
+    seconds = max(10.0, 100 * full_s)
+    small = [(number * max(0.2, full_s / 3) * 0.97, "b", 20) for number in range(int(seconds / max(0.2, full_s / 3)) - 1)]
+    large = [(0.1, "a", QUANTUM)] * (100_000 * 64 // QUANTUM)
+    unloaded = simulate(small, fair=True, batch_s=batch_s, token_s=token_s, until_s=seconds)
+    solo = simulate(large, fair=False, batch_s=batch_s, token_s=token_s, until_s=seconds)
+    both = simulate(sorted(large + small), fair=True, batch_s=batch_s, token_s=token_s, until_s=seconds)
+    unfair = simulate(sorted(large + small), fair=False, batch_s=batch_s, token_s=token_s, until_s=seconds)
+    limit_s = 2 * p99(unloaded["b"]) + 2 * full_s
+    assert len(both["b"]) >= 0.9 * len(small)
+    assert p99(both["b"]) <= limit_s
+    assert len(unfair["b"]) < len(small) / 2 or p99(unfair["b"]) > limit_s
+    if solo["rate"][0] * seconds < 0.95 * len(large) * QUANTUM:  # else it had nothing left to do
+        lost = 1 - both["rate"][0] / solo["rate"][0]
+        assert lost <= 0.1
