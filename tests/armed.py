@@ -49,6 +49,7 @@ BACK_S = 60.0  # for a process to be there again, imports of torch included, on 
 INLINE_BYTES = 128 << 10
 BIG_ITEMS = 14_500  # whose results, 76 bytes each, pass the 1 MiB of one message
 MAX_TOKENS = 512
+COSINE = 0.998
 _tokenizer = Tokenizer.from_buffer(TOKENIZER)
 
 
@@ -259,8 +260,12 @@ class Field:
         return self._clients.submit(run)
 
     def check(self, model: str, texts: Sequence[str], answer: Answer) -> None:
-        expected = [vector(text) if model.startswith("toy/") else self._expected[text] for text in texts]
-        np.testing.assert_allclose([slot["dense"]["values"] for slot in answer.body["items"]], expected, atol=1e-5)
+        vectors = np.array([slot["dense"]["values"] for slot in answer.body["items"]])
+        if model.startswith("toy/"):
+            np.testing.assert_allclose(vectors, [vector(text) for text in texts], atol=1e-5)
+        else:  # in bfloat16 the last digits change with the batch
+            expected = np.array([self._expected[text] for text in texts])
+            assert (np.sum(vectors * expected, axis=1) > COSINE).all()
 
     def learn(self, model: str, text: str) -> None:
         """Take what the unarmed adapter answers for right."""

@@ -238,11 +238,13 @@ class Residency:
         evicted = self._evict(arriving)
         with self._lock:
             self._offered.clear()
+            beside = [name for name in self._arriving if name != model]
         if needed and (would := self._memory(arriving)).used_bytes > would.total_bytes:
             self._tell_later(evicted)
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are free"
-                " and nothing that is loaded is idle", reason="no_room", extras={"error_class": "OOM"},
+                " and nothing that is loaded is idle", reason="no_room",
+                extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )  # fmt: skip
         return evicted
 

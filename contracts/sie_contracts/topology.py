@@ -215,12 +215,14 @@ def gateway_subject(gateway: str) -> str:
     return f"{GATEWAY_SUBJECT}.{token(gateway)}"
 
 
+@functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
     """All work of a lane, or of one priority of it."""
     subject = f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
     return f"{subject}.{priority}.>" if priority else f"{subject}.>"
 
 
+@functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
     """The lane as a key of a bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"

@@ -352,8 +352,10 @@ class Ages:
         for subject in subjects:
             self._looks[subject] = self._looks.get(subject, 0) + 1
         stream = topology.stream_name(lane.pool)
-        found = await asyncio.gather(*(self._broker.first_stored(stream, subject=subject) for subject in due))
-        for subject, first in zip(due, found, strict=True):
+        questions = (self._broker.first_stored(stream, subject=subject) for subject in due)
+        for subject, first in zip(due, await asyncio.gather(*questions, return_exceptions=True), strict=True):  # none outlasts this
+            if isinstance(first, BaseException):
+                raise first
             self._looks[subject] = 0
             self._ages_s[subject] = max(0.0, self._now_s() - first.sent_s) if first is not None else 0.0
         oldest_s: dict[str, float] = {}

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from sie_contracts.broker import BrokerUnavailable
+
 
 class Shared:
     """Whoever stops waiting does not end it for the others. How it ended is read also when nobody waits any more."""
@@ -29,8 +31,12 @@ class Shared:
         return task
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for it. Raises what it raises."""
-        await asyncio.shield(self.begin(key, work))
+        """Wait for it. Raises what it raises; BrokerUnavailable where it was stopped: nobody has cancelled those who wait."""
+        task = self.begin(key, work)
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise BrokerUnavailable(f"{key}: this gateway has ended")
+        task.result()
 
     def _ended(self, key: str, task: asyncio.Task[None]) -> None:
         del self._tasks[key]

@@ -35,6 +35,7 @@ MEMORY_USED = 0.85  # of the device: what is above may be evicted again
 RATE_OVER_S = 10.0
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
+EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 
@@ -253,7 +254,7 @@ class Hosting:
     async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
         """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way. Raises AdapterGone,
         ModelLoadFailed."""
-        offered = [other for other in self.idle(0.0) if other is not hosted]
+        offered, left_over = [other for other in self.idle(0.0) if other is not hosted], self._left_over()
         beside, number, asked_s = self._busy(hosted), self._asked + 1, self._clock()
         self._asked, hosted.arriving = number, True
         try:
@@ -268,7 +269,7 @@ class Hosting:
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
             came = self._asked > number or any(other.used_s >= asked_s for other in offered)
-            if error_class == "OOM" and (beside or came or self._busy(hosted)):
+            if error_class == "OOM" and (beside or came or self._busy(hosted) or await self._went_to_earlier_loads(error, left_over)):
                 return None
             hosted.attempts += 1
             permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
@@ -296,15 +297,35 @@ class Hosting:
         known = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in found if loaded.model not in known]
 
+    async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
+        """Whether the room is taken by loads that an earlier process of this worker began and nobody here knows of. Those under way are
+        given some time; those that have ended can be offered. Raises AdapterGone."""
+        arriving = error.extras.get("arriving")
+        if isinstance(arriving, (list, tuple)) and set(arriving) - {hosted.name for hosted in self._hosted.values() if hosted.arriving}:
+            await asyncio.sleep(EARLIER_LOAD_S)  # nothing tells of its end
+            return True
+        answer = await self._link.ask(ipc.Describe())
+        if isinstance(answer, ipc.Description):
+            self._link.description = answer
+        return any(name not in offered for name in self._left_over())
+
     async def _park(self, hosted: Hosted, items: Callable[[], int]) -> None:
         """Wait before the gate; work that is past it is finished first."""
-        hosted.before_gate.append(items)
-        if hosted.held == hosted.parked:
-            self._quiet.set()
+        self.park(hosted, items)
         try:
             await hosted.gate.wait()
         finally:
-            hosted.before_gate.remove(items)
+            self.unpark(hosted, items)
+
+    def park(self, hosted: Hosted, items: Callable[[], int]) -> None:
+        """So many of the work items of `hosted` need it again later, and not now: it may go meanwhile."""
+        hosted.before_gate.append(items)
+        if hosted.held == hosted.parked:
+            self._quiet.set()
+
+    def unpark(self, hosted: Hosted, items: Callable[[], int]) -> None:
+        """They need it now."""
+        hosted.before_gate.remove(items)
 
     def _busy(self, hosted: Hosted) -> list[Hosted]:
         """The other models that take memory now: loaded with work, or on their way."""

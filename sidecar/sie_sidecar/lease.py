@@ -154,7 +154,10 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew every third of the ack wait until cancelled; draining work keeps its leases."""
+        """Renew every third of the ack wait until cancelled, so that one which is not heard ends no lease; draining work keeps its
+        leases."""
+        due_s = self._clock()
         while True:
-            await asyncio.sleep(self._ack_wait_s / 3)
+            due_s = max(due_s + self._ack_wait_s / 3, self._clock())
+            await asyncio.sleep(due_s - self._clock())
             await self.renew_all()

@@ -75,8 +75,8 @@ class Pulling:
     async def find_consumers(self) -> None:
         """Learn which durable consumers of this lane exist: the net under the broker's notices. Raises BrokerError."""
         before, self._announced = set(self._consumers), set()
-        found = {name for name in await self._broker.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())}
-        for name in before - found - self._announced:
+        found = [name for name in await self._broker.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())]
+        for name in before.difference(found, self._announced):
             self._forget(name)
         for name in found:
             self._consumers.setdefault(name, _Consumer())

@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from sie_contracts import ipc
 from sie_contracts.errors import GatewayTimeout, InternalFailure, LoraLoading, ModelLoading, SIEError
@@ -43,6 +43,12 @@ class Bench(Protocol):
 
     def batches_sent(self) -> int: ...
 
+    def park(self, held: Held) -> Callable[[], None]:
+        """Let the model of a suspect go until it is its turn. Returns what to call then."""
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have this done while the device goes on."""
+
     def wake(self) -> None:
         """Look again at what may be sent."""
 
@@ -66,7 +72,8 @@ class Trials:
         self._marks = marks
         self._clock = clock
         self._poisoned = poisoned
-        self._suspects: deque[Held] = deque()  # bounded by the pull credit, as all that is held
+        # bounded by the pull credit, as all that is held; parked, else the model that one needs would wait for those behind it
+        self._suspects: deque[tuple[Held, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._ended = asyncio.Event()
         self._slice_s = 0.0
@@ -74,9 +81,11 @@ class Trials:
         self.holds_device = False
 
     def add(self, held: Held) -> None:
+        if held.settled:
+            return
         if not self._suspects:
             self._spare_s = self._clock() + SPARE_S
-        self._suspects.append(held)
+        self._suspects.append((held, self._bench.park(held)))
         self._news.set()
 
     def batch_ended(self) -> None:
@@ -88,7 +97,9 @@ class Trials:
         while True:
             self._news.clear()
             while self._suspects:
-                await self._try(self._suspects.popleft())
+                held, unpark = self._suspects.popleft()
+                unpark()
+                await self._try(held)
             self._give_device_back()
             await self._news.wait()
 
@@ -153,7 +164,7 @@ class Trials:
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            await self._marks.clear([key])
+            self._bench.beside(self._marks.clear([key]))  # the broker may be away, and the device is ours
             return done.outcomes[0], done.block, (done, note)
 
     async def _run_alone(self, held: Held, single: Held, key: str, hosted: Hosted) -> tuple[ipc.BatchDone, BatchNote]:

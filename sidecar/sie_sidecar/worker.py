@@ -17,8 +17,9 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -590,6 +591,15 @@ class Worker:
     def batches_sent(self) -> int:
         return self._batch_number
 
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work.start(work, "marks")
+
+    def park(self, held: Held) -> Callable[[], None]:
+        assert held.hosted is not None
+        count = functools.partial(_wanted, [held])
+        self.hosting.park(held.hosted, count)
+        return functools.partial(self.hosting.unpark, held.hosted, count)
+
     def wake(self) -> None:
         self._wake.set()
 
@@ -815,5 +825,5 @@ class Worker:
 
 
 def _wanted(group: list[Held]) -> int:
-    """How many of them were not cancelled."""
+    """How many of them still need their model."""
     return sum(not held.settled for held in group)

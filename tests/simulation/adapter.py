@@ -176,7 +176,7 @@ class Adapter:
             free = self.room - len(self.loaded) - len(self._loading)
             going = [other for other in request.evictable if other in self.loaded][: max(0, 1 - free)]
             if free + len(going) < 1:
-                return _refused("no room beside the others", "OOM")
+                return _refused("no room beside the others", "OOM", arriving=list(self._loading))
             for other in going:
                 self._unload(other)
             evicted = tuple(going)
@@ -243,8 +243,8 @@ class Adapter:
         await self._send(writer, _computed(batch))
 
 
-def _refused(message: str, error_class: str) -> ipc.Refused:
-    return ipc.Refused(ModelLoadFailed(message, extras={"error_class": error_class}).info())
+def _refused(message: str, error_class: str, **extras: list[str]) -> ipc.Refused:
+    return ipc.Refused(ModelLoadFailed(message, extras={"error_class": error_class, **extras}).info())
 
 
 def rows_of(batch: ipc.RunBatch) -> list[bytes]:

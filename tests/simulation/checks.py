@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 1.0  # past its deadline nothing is open
 IDLE_S = 0.05  # how long a device may have nothing to do while work is past its bound: some round trips
-MARK_S = 2.1  # the same while a suspect has the device: its mark is written to a broker that may be away
 MOST_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
 MOST_HELD = 512  # entries of any map or queue of a process
 FIXED = {("Ledger", "_free")}  # of one size from the start
@@ -53,7 +52,7 @@ class Checks:
             if not world.gateway_crashes and answer.code == "closed":
                 world.violate(f"request {index} was closed without an answer, and no gateway died")
             return
-        poisoned = any(world.ids(text) in world.faults.poison for text in asked.texts)
+        poisoned = bool(world.faults.poison) and any(world.ids(text) in world.faults.poison for text in asked.texts)
         if answer.status != 200:
             self._check_error(index, asked, answer.code, str(answer.body.get("error", {}).get("reason", "")), poisoned)
             return
@@ -154,10 +153,9 @@ class Checks:
             is_free = link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
             if is_free and now_s > min(job.arrived_s for job in waiting) + bound_s:
                 since_s = self._idle_s.setdefault(process.scope.name, now_s)
-                most_s = MARK_S if worker._trials.holds_device else IDLE_S
-                if now_s > since_s + most_s:
+                if now_s > since_s + IDLE_S:
                     self._idle_s[process.scope.name] = math.inf  # told once
-                    world.violate(f"{process.scope.name}: work is due for more than {most_s} s before an idle device")
+                    world.violate(f"{process.scope.name}: work is due for more than {IDLE_S} s before an idle device")
             else:
                 self._idle_s.pop(process.scope.name, None)
 
@@ -216,4 +214,4 @@ class Checks:
         """After its `serve` returned nothing of a process may go on."""
         running = [task for task in self._world.loop.of(process.scope) if task is not process.task]
         if running:
-            self._world.violate(f"{process.scope.name} has ended and still runs {[task.get_name() for task in running][:5]}")
+            self._world.violate(f"{process.scope.name} has ended and still runs {[task.get_coro().__qualname__ for task in running][:5]}")

@@ -176,6 +176,14 @@ class Connection(MemoryBroker):
             await self._no_answer("a question", timeout_s)
         return await super().reach(timeout_s)
 
+    async def flush(self, timeout_s: float = 2.0) -> None:
+        """A renewal that nobody is known to have heard is none to its holder."""
+        try:
+            await super().flush(timeout_s)
+        except BrokerUnavailable:
+            self.network.excuse(self.scope)
+            raise
+
     async def _no_answer(self, what: str, timeout_s: float) -> None:
         self.network.log("lost", f"{what} of {self.name}")
         await asyncio.sleep(timeout_s)

@@ -30,7 +30,7 @@ def failures(seeds: range) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
 def test_every_run_keeps_every_promise(first: int) -> None:
     found = failures(range(first, first + BLOCK))
@@ -45,6 +45,7 @@ def test_many_runs_keep_every_promise(first: int) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
@@ -55,6 +56,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
     pytest.fail(f"not found by {bug.seeds} seeds")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [3, 7, 11, 19])
 def test_one_seed_is_one_run(seed: int) -> None:
     one, other = simulate(seed), simulate(seed)
@@ -62,13 +64,14 @@ def test_one_seed_is_one_run(seed: int) -> None:
     assert one.violations == other.violations
 
 
+@pytest.mark.timeout(900)
 def test_a_run_is_the_same_in_every_process() -> None:
     """Neither addresses nor the order of hashed strings reach the events."""
     told = set()
     for hash_seed in ("1", "2"):
-        command = [sys.executable, "-m", "tests.simulation", "3", "9"]
+        command = [sys.executable, "-m", "tests.simulation", "0", "12"]
         environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run([*command, "--digests"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([*command, "--digests"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode in (0, 1), done.stderr
         told.add("\n".join(line for line in done.stdout.splitlines() if "digest" in line))
     assert len(told) == 1, "\n\n".join(told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import gc
 import hashlib
 import itertools
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from fake_adapter import TOKENIZER, toy_entry
 from inprocess import Source, settings_of
 from simulation.adapter import Adapter, Costs, Faults
@@ -41,6 +43,8 @@ from sie_contracts.settings import Settings
 MODELS = ("toy/a", "toy/b", "toy/c")
 LORAS = ("org/x", "org/y", "org/z")
 REQUESTS = 84
+TRIES, AGAIN_S = 4, 1.0  # of a request that was refused
+AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
 START_S = 60.0  # until everything must be up
 SETTLE_S = 60.0  # after the last client, until nothing is left
 STOP_S = 40.0
@@ -71,6 +75,11 @@ FAULTS = (
     "adapter dies", "adapter dies", "adapter freezes", "sidecar crashes", "gateway crashes", "worker cut off", "gateway cut off",
     "broker restarts", "worker leaves", "worker joins", "everybody cut off",
 )  # fmt: skip
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_buffer(TOKENIZER)
 
 
 def plan_of(seed: int) -> Plan:
@@ -152,7 +161,8 @@ class World:
         self._begin_s = loop.now_s
         self._names = itertools.count()
         self._chores: set[asyncio.Task[None]] = set()
-        self._tokenizer = Tokenizer.from_buffer(TOKENIZER)
+        self._tokenizer = _tokenizer()
+        self._ids: dict[str, bytes] = {}
         server = MemoryServer(clock=loop.time, wall_clock=lambda: loop.now_s + EPOCH_S)
         self.network = Network(loop, server, plan.rates, seed + 2, self.log, self.violate, self._was_well)
         self.source = Source(*(toy_entry(model, family="text-encoder", max_tokens=160) for model in MODELS[: plan.models]))
@@ -277,6 +287,8 @@ class World:
         self.log("leaves", process.scope.name)
         process.stop.request()
         done, _ = await asyncio.wait({process.task}, timeout=STOP_S)
+        if process.scope.dead:
+            return  # it was killed while it drained
         if not done:
             self.violate(f"{process.scope.name} did not end within {STOP_S} s")
         elif process.task.cancelled() or process.task.exception() is not None or process.task.result():
@@ -331,7 +343,8 @@ class World:
                 await self.leave(worker)
                 await asyncio.sleep(1.0)
                 assert worker.adapter is not None
-                self.start_worker(worker.adapter)
+                if not worker.scope.dead:  # else whoever killed it starts the next one
+                    self.start_worker(worker.adapter)
             case "worker joins" if len(self.workers) < 4:
                 self.start_worker(await self.start_adapter())
 
@@ -440,19 +453,26 @@ class World:
 
     def ids(self, text: str) -> bytes:
         """The token ids that the model reads, as the wire has them: truncated at the end."""
-        limit = 160
-        found = self._tokenizer.encode(text).ids
-        if len(found) > limit:
-            found = [*found[: limit - 1], found[-1]]
-        return b"".join(number.to_bytes(4, "little") for number in found)
+        if text not in self._ids:
+            limit = 160
+            found = self._tokenizer.encode(text).ids
+            if len(found) > limit:
+                found = [*found[: limit - 1], found[-1]]
+            self._ids[text] = np.array(found, "<i4").tobytes()
+        return self._ids[text]
 
     async def _client(self, index: int, asked: Asked) -> None:
+        """Ask, and where nothing could be done for a patient client ask again, a few times."""
         await asyncio.sleep(asked.at_s)
-        gateway = self.random.choice(self.gateways) if self.gateways else None
-        self.log("ask", f"{index} {len(asked.texts)} x {asked.model} {asked.lora} {asked.mode} {asked.budget_s} s")
-        answer = await Client(self, asked, gateway).run()
-        self.log("answer", f"{index} {answer.status} {answer.code}")
-        self.checks.on_answer(index, asked, answer)
+        for _ in range(TRIES):
+            gateway = self.random.choice(self.gateways) if self.gateways else None
+            self.log("ask", f"{index} {len(asked.texts)} x {asked.model} {asked.lora} {asked.mode} {asked.budget_s} s")
+            answer = await Client(self, asked, gateway).run()
+            self.log("answer", f"{index} {answer.status} {answer.code}")
+            self.checks.on_answer(index, asked, answer)
+            if not asked.patient or answer.left or answer.code not in AGAIN:
+                return
+            await asyncio.sleep(AGAIN_S)
 
 
 def _drop_files(process: Process) -> None:

@@ -427,7 +427,7 @@ async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_p
         url.write_text("in its place")
         refused = await gateway.encode("hello", WORDS * 10_000)
         assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
-        assert running.server.streams[STREAM].state().messages == 0
+        await until(lambda: not running.server.streams[STREAM].state().messages, "what was queued beside it is withdrawn")
 
 
 async def test_an_object_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:

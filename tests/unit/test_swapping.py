@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 from inprocess import settings_of
 
+import sie_sidecar.hosting
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
@@ -34,6 +36,11 @@ class OneModel:
         self.loaded = question.model
         loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
         return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}, evicted=evicted)
+
+    async def ask(self, question: ipc.Request) -> ipc.Reply:
+        """Describe, the only question that a load asks."""
+        models = (ipc.LoadedModel(self.loaded, "local", "f", "float32", "toy"),) if self.loaded else ()
+        return ipc.Description(ipc.PROTOCOL, 1, "cpu", "0", models=models)
 
 
 class Worker:
@@ -169,3 +176,65 @@ async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> Non
         worker.link.ensure_ready = in_use  # type: ignore[method-assign]
         assert await worker.run(worker.b) == "toy/b"
     assert asked == 2
+
+
+@pytest.mark.parametrize("described", [True, False])
+async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
+    """The adapter outlives its sidecar. What it holds is known from its description, if need be from one that is asked for."""
+    worker = Worker(1000.0)
+    worker.link.loaded = "toy/left"
+    if described:
+        answer = await worker.link.ask(ipc.Describe())
+        assert isinstance(answer, ipc.Description)
+        worker.link.description = answer
+    async with asyncio.timeout(5):
+        assert await worker.run(worker.a) == "toy/a"
+    assert worker.link.evictions == 1
+
+
+async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
+    worker = Worker(1000.0)
+    ensure_ready, asked = worker.link.ensure_ready, 0
+
+    async def arriving(question: ipc.EnsureReady) -> ipc.Ready:
+        nonlocal asked
+        asked += 1
+        if asked > 2:
+            return await ensure_ready(question)
+        if asked == 2:
+            worker.link.loaded = "toy/left"  # it ends between this answer and the next question
+        raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
+
+    worker.link.ensure_ready = arriving  # type: ignore[method-assign]
+    with mock.patch.object(sie_sidecar.hosting, "EARLIER_LOAD_S", 0.01):
+        async with asyncio.timeout(5):
+            assert await worker.run(worker.a) == "toy/a"
+    assert worker.link.evictions == 1
+
+
+async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() -> None:
+    """Else a model with nothing but parked work is neither idle nor busy, and nothing is loaded in its place any more."""
+    worker = Worker(1000.0)
+    await worker.run(worker.a)
+    worker.a.gate.clear()
+    left = 3
+    worker.hosting.take(worker.a, left)
+    waiting = asyncio.create_task(worker.hosting.ensure(worker.a, lambda: left))
+    await asyncio.sleep(0)
+    assert worker.hosting.idle(0.0) == [worker.a]
+    left = 2
+    worker.hosting.let_go(worker.a)
+    assert worker.hosting.idle(0.0) == [worker.a]
+    worker.hosting.take(worker.a)
+    assert worker.hosting.idle(0.0) == [], "one that is past the gate"
+    worker.a.gate.set()
+    await waiting
+
+
+async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gate() -> None:
+    worker = Worker(1000.0)
+    await worker.run(worker.a)
+    worker.a.gate.clear()
+    async with asyncio.timeout(5):
+        await worker.hosting.ensure(worker.a, past_gate=True)
+    assert worker.a.parked == 0
