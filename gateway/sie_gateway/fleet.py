@@ -31,6 +31,7 @@ class Fleet:
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
+        self._loaded: dict[str, frozenset[str]] = {}
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
         self.version = 0  # grows with every heartbeat
         self.on_change: Callable[[], None] | None = None
@@ -50,6 +51,8 @@ class Fleet:
         now_s = self._clock()
         self._seen = {name: entry for name, entry in self._seen.items() if now_s - entry[0] < 10 * self._timeout_s}
         self._seen[heartbeat.worker] = (now_s, heartbeat)
+        self._loaded = {name: models for name, models in self._loaded.items() if name in self._seen}
+        self._loaded[heartbeat.worker] = frozenset(status.model for status in heartbeat.models if status.state == "loaded")
         before = self._loading_s.get(heartbeat.worker, {})
         loading = {status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"}
         self._loading_s = {name: models for name, models in self._loading_s.items() if name in self._seen and name != heartbeat.worker}
@@ -111,7 +114,7 @@ class Fleet:
             elif machine_profile not in {beat.machine_profile for beat in serving}:
                 machine_profile = ""  # a single kind of node, unnamed: any name means it
         if not machine_profile:
-            loaded = [beat for beat in serving if any(m.model == resolved.residency and m.state == "loaded" for m in beat.models)]
+            loaded = [beat for beat in serving if resolved.residency in self._loaded[beat.worker]]
             names = sorted(beat.machine_profile for beat in loaded or serving)
             machine_profile = names[0] if names else (configured[0].lower() if configured else self._settings.profile)
         return Lane(pool, machine_profile, bundle)

@@ -26,7 +26,6 @@ class _Consumer:
 
     def __init__(self) -> None:
         self.mean_cost = 0.0
-        self.pending = 0
         self.delivered_s = -1e9
 
 
@@ -54,6 +53,8 @@ class Pulling:
         self._bulk = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _Consumer] = {}
         self._active: dict[str, _Consumer] = {}
+        self._short: dict[str, None] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
+        self._more: set[str] = set()  # what the broker holds back work of, as its last delivery said
         self._announced: set[str] = set()  # since the last look at what exists began
         self._open = False  # whether anything may be pulled, as of the last refill
         self._pulls: Pulls = broker.pulls(self._stream, on_delivery)
@@ -94,13 +95,21 @@ class Pulling:
 
     def _forget(self, name: str) -> None:
         self._consumers.pop(name, None)
-        self._active.pop(name, None)
+        for known in (self._active, self._short):
+            known.pop(name, None)
+        self._more.discard(name)
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
         """Account for a delivery, whatever is in it: it used up credit."""
-        consumer = self._active[delivery.consumer] = self._consumers.setdefault(delivery.consumer, _Consumer())
-        consumer.pending, consumer.delivered_s = delivery.pending, self._clock()
+        name = delivery.consumer
+        consumer = self._active[name] = self._consumers.setdefault(name, _Consumer())
+        consumer.delivered_s = self._clock()
+        self._short[name] = None
+        if delivery.pending:
+            self._more.add(name)
+        else:
+            self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
         """A delivery of this consumer has about `cost` tokens: what goes until some were counted."""
@@ -122,8 +131,9 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Have the right credit outstanding for every consumer that delivers."""
-        self._refill(list(self._active))
+        """Have the right credit outstanding for every consumer that may be short of it. One that has too much keeps it until `refill_all`,
+        which is called once a second: the broker takes seconds to act on less credit as well."""
+        self._refill(list(self._short))
 
     def _refill(self, names: list[str]) -> None:
         if self._stopped:
@@ -133,21 +143,30 @@ class Pulling:
             self._open, names = rooms[0] is not None, list(self._consumers)
         for name in names:
             consumer = self._consumers[name]
-            target, room = 0, rooms[name.startswith(self._bulk)]
+            target = ideal = 0
+            room = rooms[name.startswith(self._bulk)]
             if room is not None and (role := self._role(name)) in ("pull", "probe"):
-                target = 1  # on a quiet one also while the device has enough: what comes is one message
+                target = ideal = 1  # on a quiet one also while the device has enough: what comes is one message
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
-                    credit = batch.credit(room, consumer.mean_cost, self._limits)
-                    target = min(credit, max(1, credit // max(1, len(self._active))))
+                    target, ideal = (self._share(load, consumer) for load in (room, Load(0, 0, room.lanes)))
             # in strides, so that a busy consumer costs one pull for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
+            if target >= ideal:
+                self._short.pop(name, None)
+            else:
+                self._short[name] = None
             if now_s - consumer.delivered_s >= ACTIVE_S:
                 self._active.pop(name, None)
+                self._more.discard(name)
+
+    def _share(self, load: Load, consumer: _Consumer) -> int:
+        credit = batch.credit(load, consumer.mean_cost, self._limits)
+        return min(credit, max(1, credit // max(1, len(self._active))))
 
     def more_expected(self) -> bool:
         """Whether the broker has told of more and may send it."""
-        return any(consumer.pending > 0 and self._pulls.outstanding(name) > 0 for name, consumer in self._active.items())
+        return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
         """Pull nothing more. What is on the wire is still delivered before this returns."""
