@@ -139,7 +139,7 @@ class Hosting:
         self._of_model: dict[str, list[Hosted]] = {}
         self.assigned: Callable[[], frozenset[str] | None] = lambda: None  # models that this worker is a host of; None: not known
         self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
-        self.on_unloaded: Callable[[Hosted], object] = lambda hosted: None
+        self.on_role: Callable[[Hosted], object] = lambda hosted: None  # it is unloaded, or need not make room any more
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -154,6 +154,10 @@ class Hosting:
     def is_loaded(self, model: str) -> bool:
         """Whether a residency of this model is loaded."""
         return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
+
+    def takes(self, model: str) -> bool:
+        """Whether work of this model may come: a residency is loaded, and need not make room for another model."""
+        return any(hosted.state == "loaded" and hosted.gate.is_set() for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
         """Whether work of this model is held here."""
@@ -248,6 +252,7 @@ class Hosting:
                 hosted.state = "available"
             if closed is not None:
                 closed.gate.set()
+                self.on_role(closed)
             hosted.loading = None
             self._on_change()
 
@@ -368,14 +373,14 @@ class Hosting:
         for name in names:
             if name in self._hosted:
                 self._hosted[name].unload()
-                self.on_unloaded(self._hosted[name])
+                self.on_role(self._hosted[name])
         if names:
             self._on_change()
 
     async def release(self, hosted: Hosted) -> None:
         """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises AdapterGone, SIEError."""
         hosted.unload()
-        self.on_unloaded(hosted)
+        self.on_role(hosted)
         hosted.releasing = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
         self._on_change()
         await asyncio.shield(hosted.releasing)

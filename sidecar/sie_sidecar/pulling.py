@@ -131,9 +131,13 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Have the right credit outstanding for every consumer that may be short of it. One that has too much keeps it until `refill_all`,
-        which is called once a second: the broker takes seconds to act on less credit as well."""
+        """Have the right credit outstanding for every consumer that may be short of it."""
         self._refill(list(self._short))
+
+    def level(self) -> None:
+        """Have the right credit outstanding for every consumer that delivers, those that have too much of it among them. Once a second is
+        enough: the broker takes seconds to act on less credit as well."""
+        self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:
         if self._stopped:

@@ -88,7 +88,7 @@ class Worker:
         self.hosting = Hosting(link, clock, on_change, settings.swap_after_ms / 1000)
         self._loras = Loras(link, clock)
         self.hosting.on_loaded = self._on_loaded
-        self.hosting.on_unloaded = lambda hosted: self.pulling.refill_all()
+        self.hosting.on_role = lambda hosted: self.pulling.refill_all()
         self._settlement = Settlement(broker, self.leases, metrics, clock)
         self._marks = Marks(broker, worker_id, broker_s)
         self._trials = Trials(self, link, self._marks, clock, metrics.poisoned.inc)
@@ -112,7 +112,7 @@ class Worker:
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.admits: Callable[[], bool] = lambda: True  # whether this worker's pool may be pulled from
-        self.assignment = Assignment(broker, lane, worker_id, broker_s, self.hosting.is_loaded, self._holds, self._on_assignment)
+        self.assignment = Assignment(broker, lane, worker_id, broker_s, self.hosting.takes, self._holds, self._on_assignment)
         self.hosting.assigned = self.assignment.models
         self.pulling = Pulling(broker, lane, limits, self._on_delivery, self._room, clock, self.assignment.role)
         link.listeners.append(self._on_link)
@@ -161,7 +161,7 @@ class Worker:
 
     async def upkeep(self, *, look: bool) -> None:
         """Once a second: credit and loads that depend on time. With `look`, every ten, what the broker knows. Raises BrokerError."""
-        self.pulling.refill()
+        self.pulling.level()
         self._load_ahead()
         if look:
             self.pulling.refill_all()

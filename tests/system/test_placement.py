@@ -175,6 +175,7 @@ def revisions(export: dict[str, list[dict[str, object]]]) -> dict[str, str]:
     return {str(model["model_id"]): parse_entry(model["model_config"]).revision for model in export["models"]}  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 async def test_with_the_table_models_stay_where_they_are_and_without_it_they_come_and_go(tmp_path: Path) -> None:
     ours, theirs = await figures(tmp_path / "table", table=True), await figures(tmp_path / "any", table=False)
     print(f"table: {ours}\nany worker: {theirs}")

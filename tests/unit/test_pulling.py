@@ -66,7 +66,7 @@ async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(brok
     await until(lambda: len(taking.taken) >= 21, "all interactive work, and the probe of bulk work")
     assert sum("bulk" in delivery.consumer for delivery in taking.taken) == 1
     taking.loads[False] = taking.loads[True]
-    taking.pulling.refill_all()
+    taking.pulling.level()
     assert not any(taking.pulling._pulls.outstanding(consumer) for consumer in {each.consumer for each in taking.taken})
     await taking.pulling.stop()
 

@@ -52,7 +52,7 @@ def fail_and_learn(folder: Path, cache: Path, batches: int, timeout_s: float) ->
 @pytest.mark.timeout(240)
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_process(wide: Path, tmp_path: Path) -> None:
     """O3."""
-    fail_and_learn(wide, tmp_path, 160, 180)
+    fail_and_learn(wide, tmp_path, 120, 180)
 
 
 @pytest.mark.long
