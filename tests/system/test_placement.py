@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 from stack import Device, Plan, Stack
 
 from sie_contracts import messages, topology
