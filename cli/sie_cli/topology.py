@@ -123,7 +123,7 @@ async def _steps(broker: NatsBroker, settings: Settings) -> list[Step]:
     for pool in sorted(there | {names.pool_name("default"), settings.pool}):
         facts = await look(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool), float(settings.ack_wait_s))
-        dead = names.dead_letter_stream(pool, storage="file", replicas=settings.stream_replicas)
+        dead = names.dead_letter_stream(pool, storage="file", replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes)
         steps += plan(await look(broker, dead.name), dead, float(settings.ack_wait_s))
     return steps
 

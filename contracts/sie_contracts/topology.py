@@ -135,11 +135,11 @@ def work_stream(pool: str, *, storage: str, replicas: int, max_bytes: int, max_a
     return StreamSpec(stream_name(pool), (f"sie.work.{pool}.>",), storage, replicas, max_age_s, max_bytes, max_per_subject)
 
 
-def dead_letter_stream(pool: str, *, storage: str, replicas: int) -> StreamSpec:
-    """Work of a pool that was given up: the last DEAD_LETTER_BYTES of it, for DEAD_LETTER_AGE_S."""
-    return StreamSpec(
-        f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, DEAD_LETTER_BYTES, retention="limits"
-    )
+def dead_letter_stream(pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
+    """Work of a pool that was given up: the last of it, for DEAD_LETTER_AGE_S, in a quarter of what the queue may hold, DEAD_LETTER_BYTES at
+    most. A broker reserves all of it at once, and refuses what its disk cannot hold."""
+    most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
+    return StreamSpec(f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, most, retention="limits")
 
 
 def dead_letter_subject(pool: str) -> str:

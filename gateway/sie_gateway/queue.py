@@ -103,9 +103,10 @@ class WorkQueue:
 
     async def _ensure_dead_letters(self, pool: str) -> None:
         """What workers need before they find the pool's stream: where work is kept that was given up, and the marks of poison."""
-        replicas = self._settings.stream_replicas
+        replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
+        spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
-            await self._broker.ensure_stream(topology.dead_letter_stream(pool, storage="file", replicas=replicas), owner=True)
+            await self._broker.ensure_stream(spec, owner=True)
         except TopologyMismatch as error:  # its letters are kept all the same
             _logger.error("%s", error)
         await self._broker.key_value(topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S)
