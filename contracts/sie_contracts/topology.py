@@ -136,8 +136,10 @@ def work_stream(pool: str, *, storage: str, replicas: int, max_bytes: int, max_a
 
 
 def dead_letter_stream(pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
-    """Work of a pool that was given up: the last of it, for DEAD_LETTER_AGE_S, in a quarter of what the queue may hold, DEAD_LETTER_BYTES at
-    most. A broker reserves all of it at once, and refuses what its disk cannot hold."""
+    """Work of a pool that was given up: the last of it, for DEAD_LETTER_AGE_S.
+
+    A quarter of what the queue may hold and DEAD_LETTER_BYTES at most: a broker reserves all of it at once and refuses what its disk lacks.
+    """
     most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
     return StreamSpec(f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, most, retention="limits")
 
