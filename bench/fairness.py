@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from client import Answer, Clients, connect, percentile, request
 from cluster import MODEL as MINILM
+from report import Report, add_options
 from stack import Device, Plan, Stack
 
 TOY = "toy/one"
@@ -196,15 +197,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="most seconds for the samples of one line")
     parser.add_argument("--backlog", type=int, default=100_000)
     parser.add_argument("--window", type=int, help="SIE_KEY_WINDOW_TOKENS")
-    parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
+    add_options(parser)
     options = parser.parse_args()
-    lines: list[str] = []
-
-    def say(line: str = "") -> None:
-        print(line, flush=True)
-        lines.append(line)
-
+    say = Report()
     say(f"`python bench/fairness.py`, {os.cpu_count()} cores, {BULK_CLIENTS} bulk clients.\n")
     known = loads(options)
     for name in options.device.split(","):
@@ -217,8 +212,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan) as stack:
             uvloop.run(Bench(stack, load, options, say).run())
         say()
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    say.save(options.out)
 
 
 if __name__ == "__main__":

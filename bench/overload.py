@@ -34,6 +34,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from client import Answer, Clients, OpenLoop, connect, percentile, request
+from report import Report, add_options
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
@@ -219,23 +220,16 @@ def main() -> None:
     parser.add_argument("--batch-ms", type=float, default=4.0)
     parser.add_argument("--token-us", type=float, default=1000.0)
     parser.add_argument("--cost", type=int, default=128, help="SIE_MAX_BATCH_COST")
-    parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
+    add_options(parser)
     options = parser.parse_args()
-    lines: list[str] = []
-
-    def say(line: str = "") -> None:
-        print(line, flush=True)
-        lines.append(line)
-
+    say = Report()
     device = Device(options.batch_ms, options.token_us)
     plan = Plan([MODEL], workers=[device], environ={"SIE_MAX_BATCH_COST": str(options.cost)}, code=options.code)
     say(f"`python bench/overload.py --seconds {options.seconds:g}`, {os.cpu_count()} cores, {options.batch_ms:g} ms a batch")
     say(f"and {options.token_us:g} us a token, at most {options.cost} tokens a batch.\n")
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan) as stack:
         uvloop.run(Bench(stack, options, say).run())
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    say.save(options.out)
 
 
 if __name__ == "__main__":

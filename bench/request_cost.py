@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import wrk
 from fake_adapter import ids_of, vector_of
+from report import Report, add_options
 from stack import Device, Plan, Stack
 
 TEXT = "What is deep learning?"
@@ -161,23 +162,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--profile", type=Path, help="folder for profiles of gateway and sidecar")
     parser.add_argument("--spy", nargs="*", default=[], help="further arguments of py-spy record")
-    parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
-    parser.add_argument("--out", type=Path, help="write the tables here as well")
+    add_options(parser)
     options = parser.parse_args()
-    lines: list[str] = []
-
-    def say(line: str = "") -> None:
-        print(line, flush=True)
-        lines.append(line)
-
+    say = Report()
     if not wrk.installed():
         sys.exit("wrk was not found; it is the Debian package of that name")
     say(f"`python bench/request_cost.py`, Python {platform.python_version()}, {os.cpu_count()} cores, {options.clients} clients.\n")
     by_models(options, say)
     if options.long:
         memory(options, say)
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    say.save(options.out)
 
 
 if __name__ == "__main__":

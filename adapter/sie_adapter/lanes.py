@@ -110,5 +110,5 @@ def _refuse(job: Job) -> None:
     """Its sidecar waits for a terminal reply without a bound of its own."""
     try:
         job.answer(Refused(InternalFailure("a lane of the adapter failed, see its log").info(), job.message.batch))
-    except Exception:
+    except Exception:  # the connection of a dead sidecar: the lane goes on with the next batch
         _logger.exception("batch %s is not answered", job.message.batch)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable
 from sie_contracts.messages import Priority
-from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.topology import Lane
 from sie_gateway.shared import Shared
 
@@ -43,16 +43,14 @@ class Backlog:
 
     async def run(self, stop: Stop) -> None:
         """Read every pool each EVERY_S until `stop`."""
-        said = False
+        trouble = Trouble(_logger, "the backlog is not known")
         while not await stop.wait_for(EVERY_S):
             try:
                 for pool in sorted(self._pools):
                     await self.fresh(pool, EVERY_S / 2)
-                said = False
+                trouble.passed()
             except BrokerError as error:
-                if not said:
-                    _logger.warning("the backlog is not known: %s", error)
-                    said = True
+                trouble.met(error)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
         """Return when the pool's figures are no older than this. Raises BrokerError where the broker cannot be asked."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, ConsumerState, KeyValue
 from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.settings import Settings
 from sie_contracts.topology import ConsumerSpec, Lane
 from sie_gateway.duty import Duty
@@ -266,7 +266,7 @@ class Consumers:
     async def run(self, stop: Stop) -> None:
         """Keep what is needed and, while this gateway has the duty, give up what is not."""
         bucket: KeyValue | None = None
-        failed, pause_s = False, 0.0
+        trouble, pause_s = Trouble(_logger, "the consumers stay as they are for now"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
             try:
@@ -278,11 +278,9 @@ class Consumers:
                         topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
                     )
                 await self.take_turn(bucket)
-                failed = False
+                trouble.passed()
             except BrokerError as error:
-                if not failed:
-                    _logger.warning("the consumers stay as they are for now: %s", error)
-                failed = True
+                trouble.met(error)
 
     async def close(self) -> None:
         for stream in self._streams.values():

@@ -21,7 +21,7 @@ from sie_contracts.broker import Broker, BrokerError, Entry, KeyValue, Write, Wr
 from sie_contracts.messages import PRIORITIES, Heartbeat, ModelStatus, Placement, WorkItem
 from sie_contracts.placement import Holdings, Replicas, place, replicas
 from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.fleet import Fleet
@@ -269,17 +269,15 @@ class Placer:
 
     async def run(self, stop: Stop) -> None:
         """Until `stop`: look at all lanes each EVERY_S, and at once when a model without a host gets work."""
-        said = False
+        trouble = Trouble(_logger, "the placement tables stand still")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
             try:
-                if said:  # the bucket may have been lost with its broker
+                if trouble.lasting:  # the bucket may have been lost with its broker
                     await self.start(storage=self._kept[0], replicas=self._kept[1])
                 await self.step()
-                said = False
+                trouble.passed()
             except BrokerError as error:
-                if not said:
-                    _logger.warning("the placement tables stand still: %s", error)
-                said = True
+                trouble.met(error)
 
     async def step(self) -> None:
         """One look at every lane. Raises BrokerError."""

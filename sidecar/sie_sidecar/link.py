@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge, SIEError
-from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.process import Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
@@ -108,18 +108,16 @@ class AdapterLink:
 
     async def run(self, stop: Stop) -> None:
         """Connect, ping, reconnect, until cancelled. The path is named once for each time the adapter is away."""
-        said = False
+        trouble = Trouble(_logger, "waiting for the adapter")
         while True:
             try:
                 await self._open()
             except AdapterGone as error:
-                if not said:
-                    _logger.warning("waiting for the adapter: %s", error)
-                    said = True
+                trouble.met(error)
                 if await stop.wait_for(CONNECT_PAUSE_S):
                     return
                 continue
-            said = False
+            trouble.passed()
             _logger.info("adapter connected: %s", self.description and self.description.device)
             self._tell(True)
             try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.runtime.process import Trouble
 
 SAMPLES = 8
 EVERY_S = 30.0
@@ -73,17 +74,15 @@ class BrokerClock:
 
     async def run(self) -> None:
         """Measure now, every EVERY_S and after each reconnect, until cancelled."""
-        said = False
+        trouble = Trouble(_logger, "the broker's time could not be read, its last known offset is kept")
         while True:
             self._again.clear()
             pause_s = EVERY_S
             try:
                 await self.measure()
-                said = False
+                trouble.passed()
             except BrokerError as error:
-                if not said:
-                    _logger.warning("the broker's time could not be read, its last known offset is kept: %s", error)
-                    said = True
+                trouble.met(error)
                 pause_s = RETRY_S if math.isinf(self.margin_s) else EVERY_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

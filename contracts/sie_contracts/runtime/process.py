@@ -120,6 +120,25 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     return status
 
 
+class Trouble:
+    """A failure that repeats, told once until it has passed."""
+
+    def __init__(self, logger: logging.Logger, what: str) -> None:
+        self._logger = logger
+        self._what = what
+        self.lasting = False
+
+    def met(self, error: Exception) -> None:
+        """It failed, perhaps again."""
+        if not self.lasting:
+            self._logger.warning("%s: %s", self._what, error)
+        self.lasting = True
+
+    def passed(self) -> None:
+        """It works."""
+        self.lasting = False
+
+
 class Tasks:
     """The long-lived tasks of a component. One that ends in an exception is logged and ends the component through `failed`.
 
