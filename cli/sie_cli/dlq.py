@@ -62,7 +62,11 @@ class Letters:
         sequence = 0
         while (stored := await self._broker.first_stored(self._stream, sequence)) is not None:
             sequence = stored.sequence + 1
-            letter = messages.decode_dead_letter(stored.data)
+            try:
+                letter = messages.decode_dead_letter(stored.data)
+            except msgspec.DecodeError as error:
+                click.echo(f"letter {stored.sequence} cannot be read by this version and is left out: {error}", err=True)
+                continue
             try:
                 item = messages.decode_work(letter.item)
             except (msgspec.DecodeError, UnicodeDecodeError):

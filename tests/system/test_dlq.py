@@ -129,6 +129,10 @@ async def test_letters_are_replayed_and_purged_from_the_command_line(nats: NatsS
     assert "no dead letters" in await sie(nats, "list")
     await broker.publish(topology.work_subject(LANE, "interactive", ENTRY.id), b"\xc1", "broken")
     name = await asyncio.wait_for(first_of(letters), 30)
+    await broker.publish(topology.dead_letter_subject("_default"), b"\xc1", "of a version to come")
+    listed = await sie(nats, "list")
+    assert name in listed
+    assert "letter 3 cannot be read by this version" in listed
     assert "nobody can read" in await sie(nats, "replay", name, status=1)
     assert "Aborted" in await sie(nats, "purge", status=1)
     assert "1 removed" in await sie(nats, "purge", "--yes")
