@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,16 @@ def check(stack: Stack, models: Sequence[str]) -> None:
 
 
 def sample(stack: Stack, models: Sequence[str], *, clients: int, seconds: float) -> Sample:
-    """Raises RuntimeError when a request was not answered with 200."""
-    requests = [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models]
+    """A request for each of these models in turn, as `measured`."""
+    return measured(stack, [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models], clients=clients, seconds=seconds)
+
+
+def measured(
+    stack: Stack, requests: Sequence[tuple[str, str]], *, clients: int, seconds: float, headers: Mapping[str, str] = wrk.NO_HEADERS
+) -> Sample:
+    """Requests, (path, JSON body), in turn. Raises RuntimeError when one was not answered with 200."""
     before = stack.cpu_s()
-    load = wrk.closed_loop(stack.urls[0], requests, clients=clients, seconds=seconds, folder=stack.folder)
+    load = wrk.closed_loop(stack.urls[0], requests, clients=clients, seconds=seconds, folder=stack.folder, headers=headers)
     after = stack.cpu_s()
     if load.refused or load.failed:
         raise RuntimeError(f"{load.refused} answers were no 200, {load.failed} did not come\n{stack.log()}")

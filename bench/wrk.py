@@ -7,16 +7,19 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _SCRIPT = """
 local bodies = { %s }
 local turn = 0
 wrk.method = "POST"
 wrk.headers["content-type"] = "application/json"
+%s
 function init(args)
   for number, each in ipairs(bodies) do bodies[number] = wrk.format(nil, each[1], nil, each[2]) end
 end
@@ -53,12 +56,15 @@ def installed() -> bool:
     return shutil.which("wrk") is not None
 
 
-def closed_loop(url: str, requests: Sequence[tuple[str, str]], *, clients: int, seconds: float, folder: Path) -> Load:
+def closed_loop(
+    url: str, requests: Sequence[tuple[str, str]], *, clients: int, seconds: float, folder: Path, headers: Mapping[str, str] = NO_HEADERS
+) -> Load:
     """`clients` connections, each sending its next request, a (path, JSON body), when the last was answered, for whole `seconds`.
 
     Raises RuntimeError."""
     script = folder / "requests.lua"
-    script.write_text(_SCRIPT % ", ".join(f"{{ {_quoted(path)}, {_quoted(body)} }}" for path, body in requests))
+    bodies = ", ".join(f"{{ {_quoted(path)}, {_quoted(body)} }}" for path, body in requests)
+    script.write_text(_SCRIPT % (bodies, "\n".join(f"wrk.headers[{_quoted(name)}] = {_quoted(value)}" for name, value in headers.items())))
     pieces = urlsplit(url)
     argv = ["wrk", "-t1", f"-c{clients}", f"-d{math.ceil(seconds)}s", "--timeout", "30s", "-s", str(script), f"{pieces.scheme}://{pieces.netloc}"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

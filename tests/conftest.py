@@ -1,6 +1,39 @@
 """Shared fixtures. `tests` is on the path so that the harness modules import by name."""
 
+import functools
+import gc
+import os
+import ssl
 import sys
 from pathlib import Path
+from typing import Any
+
+import certifi
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public server.
+_PUBLIC = [{"cafile": path} for path in (certifi.where(), os.environ.get("SSL_CERT_FILE")) if path]
+_create = ssl.create_default_context
+_create_once = functools.cache(_create)
+
+
+def _context(*args: Any, **options: Any) -> ssl.SSLContext:
+    return _create_once(**options) if not args and options in _PUBLIC else _create(*args, **options)
+
+
+ssl.create_default_context = _context
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is left out of the collections to come, as in the processes: it took most of the time of an eviction."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def quick_collections() -> None:
+    """The same for what the tests before have left, where each of many evictions collects."""
+    gc.collect()
+    gc.freeze()

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from sie_contracts import ipc, messages, topology
 from sie_contracts.broker import Broker, CoreMessage
-from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
 
 ENTRY = toy_entry()
+_PLAIN = RunOptions()
 
 
 class DeadlyAdapter(FakeAdapter):
@@ -80,11 +81,15 @@ class Direct(InProcess):
         self.results.setdefault((result.request, result.chunk), result)
         await self.broker.send(message.reply, messages.encode(Confirmation(verdict)))  # type: ignore[arg-type]
 
-    async def publish(self, *texts: str, request: str = "", chunk: int = 0, budget_ms: int = 60_000, **more: Any) -> WorkItem:
+    async def publish(
+        self, *texts: str | Input, request: str = "", chunk: int = 0, budget_ms: int = 60_000, operation: Operation = "encode",
+        options: RunOptions = _PLAIN, **more: Any,
+    ) -> WorkItem:  # fmt: skip
         self.sent += 1
+        inputs = tuple(text if isinstance(text, Input) else Input(text) for text in texts)
         item = WorkItem(
-            request or f"r{self.sent}", chunk, ENTRY.id, ENTRY.revision, "encode", tuple(map(Input, texts)), RunOptions(), "inbox",
-            budget_ms, cost=sum(len(text) + 2 for text in texts), **more,
+            request or f"r{self.sent}", chunk, ENTRY.id, ENTRY.revision, operation, inputs, options, "inbox", budget_ms,
+            cost=sum(each.nbytes + 2 for each in inputs), **more,
         )  # fmt: skip
         subject = topology.work_subject(self.lane, "interactive", ENTRY.id)
         await self.broker.publish(subject, messages.encode(item), f"{item.request}.{chunk}")

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, ModelEntry, fingerprint, parse_entry
-from sie_contracts.errors import LoraLoading, ModelLoading, SIEError
-from sie_contracts.messages import ArraySlice, Ok
+from sie_contracts.errors import ErrorInfo, LoraLoading, ModelLoading, SIEError
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome
 
 WIDTH = 8
 SPECIAL = 2
@@ -65,7 +65,7 @@ class FakeAdapter:
     """Listens on `path` between `start` and `stop`.
 
     `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model, or of a LoRA, with an
-    error. It keeps the last `most_loras` of a model.
+    error, `failures` answers inputs of these texts with one. It keeps the last `most_loras` of a model.
     """
 
     def __init__(self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1) -> None:
@@ -76,6 +76,7 @@ class FakeAdapter:
         self.hold_batches = False
         self.hold_loads = False
         self.refusals: dict[str, SIEError] = {}
+        self.failures: dict[str, ErrorInfo] = {}
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loads: list[str] = []
         self.evictable: list[tuple[str, ...]] = []  # that each of these loads was offered
@@ -215,7 +216,7 @@ class FakeAdapter:
         precision = resolved.load.precision or "float32"
         loaded = ipc.LoadedModel(request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "toy", 1 << 20)
         self.loaded[request.model] = loaded
-        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()})
+        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows(tokens=True)})
 
     async def _load_lora(self, request: ipc.EnsureLora) -> ipc.Reply:
         self.lora_loads.append(request.lora)
@@ -245,19 +246,23 @@ class FakeAdapter:
             await self._send(writer, ipc.BatchStarted(batch.batch))
             if self.hold_batches:
                 await self._hold()
-            done = _computed(batch)
+            done = _computed(batch, self.failures)
         finally:
             self.running -= 1
             self._note()
         await self._send(writer, done)
 
 
-def _computed(batch: ipc.RunBatch) -> ipc.BatchDone:
+def _computed(batch: ipc.RunBatch, failures: Mapping[str, ErrorInfo]) -> ipc.BatchDone:
     lengths, ids = np.frombuffer(batch.lengths, "<i4"), np.frombuffer(batch.ids, "<i4")
     ends = np.cumsum(lengths)
     vectors = [vector_of(ids[end - length : end], batch.lora) for end, length in zip(ends, lengths, strict=True)]
-    outcomes = tuple(Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length)) for number, length in enumerate(lengths))
-    return ipc.BatchDone(batch.batch, outcomes, b"".join(vector.tobytes() for vector in vectors), 1.0)
+    outcomes: list[Outcome] = [
+        Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, int(length)) for number, length in enumerate(lengths)
+    ]
+    if failures:
+        outcomes = [Failed(failures[text]) if text in failures else ok for text, ok in zip(texts_of(batch), outcomes, strict=True)]
+    return ipc.BatchDone(batch.batch, tuple(outcomes), b"".join(vector.tobytes() for vector in vectors), 1.0)
 
 
 def texts_of(batch: ipc.RunBatch) -> list[str]:

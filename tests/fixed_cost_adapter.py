@@ -18,8 +18,9 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -32,6 +33,7 @@ from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.messages import ArraySlice, Ok
 from sie_sidecar.hosting import MEMORY_USED
 
+BESIDE_BYTES = 64 << 20  # held by the device beside models
 POISONED = 86  # exit status of the process that met its deadly text
 
 
@@ -57,32 +59,42 @@ class Device:
         return max(running, default=0.0)
 
 
-def answer(batch: ipc.RunBatch, inference_ms: float) -> ipc.BatchDone:
-    """The vectors of a batch: `fake_adapter.vector_of` of each row, normalised together."""
+def answer(batch: ipc.RunBatch, inference_ms: float, width: int = WIDTH) -> ipc.BatchDone:
+    """The vectors of a batch: `fake_adapter.vector_of` of each row, again and again up to `width`, of length 1."""
     lengths = np.frombuffer(batch.lengths, "<i4").tolist()
     lora, ids = batch.lora.encode(), batch.ids
     digests, outcomes, end = [], [], 0
     for number, length in enumerate(lengths):
         start, end = end, end + 4 * length
         digests.append(hashlib.sha256(ids[start:end] + lora).digest()[:WIDTH])
-        outcomes.append(Ok({"dense": ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number)}, length))
+        outcomes.append(Ok({"dense": ArraySlice("<f4", (width,), 4 * width * number)}, length))
     raw = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, WIDTH).astype(np.float32) - 127.5
     vectors = raw / np.linalg.norm(raw, axis=1, keepdims=True)
+    if width != WIDTH:
+        vectors = np.tile(vectors, width // WIDTH) * np.float32((WIDTH / width) ** 0.5)
     return ipc.BatchDone(batch.batch, tuple(outcomes), vectors.astype("<f4").tobytes(), inference_ms)
 
 
 class Adapter:
     """What all connections share. `deadly`: a batch that holds this text ends the process, after the device took it. `slots`: how many
-    models fit, the one that ran longest ago goes first; 0 is no bound."""
+    models fit, the one that ran longest ago goes first; 0 is no bound. `load_s_of`: models whose load does not take `load_s`."""
 
-    def __init__(self, device: Device, *, load_s: float, deadly: str, slots: int = 0) -> None:
+    def __init__(
+        self, device: Device, *, load_s: float, deadly: str, slots: int = 0, load_s_of: Mapping[str, float] = MappingProxyType({}),
+        width: int = WIDTH,
+    ) -> None:
         self.device = device
-        self.load_s = load_s
+        self._load_s = load_s
+        self._load_s_of = load_s_of
         self.slots = slots
-        self.total_bytes = int(slots * (1 << 20) / MEMORY_USED) + 1 if slots else 1 << 30  # each model takes 1 MiB
+        self.width = width
+        self.total_bytes = int((slots * (1 << 20) + BESIDE_BYTES) / MEMORY_USED) + 1 if slots else 1 << 30  # each model takes 1 MiB
         self.loaded: dict[str, ipc.LoadedModel] = {}  # in the order of their last run
         self.batches = 0
         self._deadly = ids_of(deadly)[1:-1].astype("<i4").tobytes() if deadly else b""
+
+    def load_s(self, model: str) -> float:
+        return self._load_s_of.get(model, self._load_s)
 
     def is_deadly(self, ids: bytes) -> bool:
         at = ids.find(self._deadly) if self._deadly else -1
@@ -104,7 +116,7 @@ class Adapter:
         precision = resolved.load.precision or "float32"
         loaded = ipc.LoadedModel(request.model, entry.revision, fingerprint(entry, resolved.load, precision), precision, "none", 1 << 20)
         self.loaded[request.model] = loaded
-        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.load_s, tuple(evicted))
+        return ipc.Ready(loaded, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.load_s(request.model), tuple(evicted))
 
     def at_once(self, request: ipc.Request) -> ipc.Reply:
         """The answer to a short question."""
@@ -113,7 +125,7 @@ class Adapter:
                 return ipc.Pong(os.getpid(), self.device.busy_for_s(time.monotonic()), self.batches)
             case ipc.Describe():
                 models = tuple(self.loaded.values())
-                used = sum(model.memory_bytes for model in models)
+                used = BESIDE_BYTES + sum(model.memory_bytes for model in models)
                 lanes = len(self.device.free_s)
                 return ipc.Description(ipc.PROTOCOL, os.getpid(), "clock", "fixed-cost", lanes, "", used, self.total_bytes, models)
             case ipc.Release(model):
@@ -157,7 +169,7 @@ class Connection(asyncio.Protocol):
             case ipc.RunBatch():
                 self._run(request)
             case ipc.EnsureReady() if request.model not in self._adapter.loaded:
-                self._later(self._adapter.load_s, lambda: self._send(self._adapter.load(request)))
+                self._later(self._adapter.load_s(request.model), lambda: self._send(self._adapter.load(request)))
             case ipc.EnsureReady():
                 self._send(self._adapter.load(request))
             case _:
@@ -175,11 +187,11 @@ class Connection(asyncio.Protocol):
         deadly = adapter.is_deadly(batch.ids)
         started = ipc.BatchStarted(batch.batch)
         if end_s <= now_s and not deadly:
-            self._send(started, answer(batch, 0.0))
+            self._send(started, answer(batch, 0.0, adapter.width))
             return
         self._later(begin_s - now_s, lambda: self._start(started, deadly))
         if not deadly:
-            self._later(end_s - now_s, lambda: self._send(answer(batch, (end_s - begin_s) * 1000)))
+            self._later(end_s - now_s, lambda: self._send(answer(batch, (end_s - begin_s) * 1000, adapter.width)))
 
     def _start(self, started: ipc.BatchStarted, deadly: bool) -> None:
         self._send(started)
@@ -189,7 +201,7 @@ class Connection(asyncio.Protocol):
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         while self._timers and self._timers[0].when() <= self._loop.time():
             self._timers.popleft()
-        if delay_s <= 0:
+        if round(delay_s * 1000) <= 0:  # uvloop counts in milliseconds, and its handle of what is to run at once has no `when`
             action()
         else:
             self._timers.append(self._loop.call_later(delay_s, action))
@@ -223,11 +235,17 @@ def main() -> None:
     parser.add_argument("--batch-ms", type=float, default=0.0, help="of every batch")
     parser.add_argument("--token-us", type=float, default=0.0, help="of every token in it")
     parser.add_argument("--load-s", type=float, default=0.0, help="of every load")
+    parser.add_argument("--load-s-of", action="append", default=[], metavar="MODEL=SECONDS", help="of the loads of one model")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a vector, a multiple of the default")
     parser.add_argument("--slots", type=int, default=0, help="models that fit, 0: any number")
     parser.add_argument("--deadly", default="", help="a text that ends the process when the device takes it")
     options = parser.parse_args()
     device = Device(options.lanes, options.batch_ms / 1000, options.token_us / 1e6)
-    uvloop.run(serve(options.socket, Adapter(device, load_s=options.load_s, deadly=options.deadly, slots=options.slots)))
+    load_s_of = {model: float(load_s) for model, _, load_s in (each.rpartition("=") for each in options.load_s_of)}
+    adapter = Adapter(
+        device, load_s=options.load_s, deadly=options.deadly, slots=options.slots, load_s_of=load_s_of, width=options.width
+    )
+    uvloop.run(serve(options.socket, adapter))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sie_cli.embedded import free_port
 from sie_contracts import messages, topology
-from sie_contracts.broker import CoreMessage
+from sie_contracts.broker import CoreMessage, Entry
 from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.messages import ConfigExport, ConfigModel, Heartbeat
+from sie_contracts.messages import ConfigEpoch, ConfigExport, ConfigModel, Heartbeat
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Mode, Settings, load
 from sie_gateway.process import serve as serve_gateway
@@ -59,10 +59,12 @@ class Source:
         self.exports = 0
         self.polls = 0
         self._entries = {entry.id: entry for entry in entries}
-        self._revision = 1
+        self._revisions = dict.fromkeys(self._entries, 1)
+        self._revision = 1  # of all of it
 
     def put(self, entry: ModelEntry, *, silent: bool = False) -> None:
         self._entries[entry.id] = entry
+        self._revisions[entry.id] = max(1, self._revisions.get(entry.id, 0) + (not silent))
         self._revision += not silent
 
     def remove(self, model: str) -> None:
@@ -75,13 +77,13 @@ class Source:
 
     async def export(self) -> ConfigExport:
         self.exports += 1
-        models = tuple(ConfigModel(entry.id, msgspec.to_builtins(entry), self._revision) for entry in self._entries.values())
-        bundles = tuple({"id": bundle} for bundle in {entry.bundle for entry in self._entries.values()})
+        models = tuple(ConfigModel(name, msgspec.to_builtins(entry), self._revisions[name]) for name, entry in self._entries.items())
+        bundles = tuple({"id": bundle} for bundle in {entry.bundle or "default" for entry in self._entries.values()})
         return ConfigExport(self.present_epoch, models, bundles)
 
-    async def epoch(self) -> str:
+    async def epoch(self) -> ConfigEpoch:
         self.polls += 1
-        return self.present_epoch
+        return ConfigEpoch(self.present_epoch)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -169,9 +171,9 @@ class InProcess:
         self.adapters.append(adapter)
         return adapter
 
-    async def gateway(self, source: Source | None = None, **environ: str) -> GatewayProcess:
-        """A gateway that listens and is ready. Raises what made it refuse to start."""
-        settings = settings_of(**{"SIE_GATEWAY_METRICS_PORT": str(free_port()), **environ})
+    async def gateway(self, source: Source | None = None, *, ready: bool = True, **environ: str) -> GatewayProcess:
+        """A gateway that listens, and is ready unless `ready` is false. Raises what made it refuse to start."""
+        settings = settings_of(**{"SIE_GATEWAY_METRICS_PORT": str(free_port()), "SIE_GATEWAY_HEALTH_MODE": "nats", **environ})
         stop, broker = Stop(), self.server.connect("gateway")
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = serve_gateway(
@@ -188,7 +190,8 @@ class InProcess:
         side_url = f"http://127.0.0.1:{settings.gateway_metrics_port}"
         gateway = GatewayProcess(settings, stop, task, broker, side_url, url, client)
         self._processes.append(gateway)
-        await eventually_ready(gateway)
+        if ready:
+            await eventually_ready(gateway)
         return gateway
 
     async def sidecar(
@@ -249,3 +252,16 @@ async def eventually_ready(process: Process) -> None:
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"not ready within {WAIT_S} s: {reason}") from None
+
+
+async def placing(cluster: InProcess) -> None:
+    """Return when a gateway has written a table: until then everybody pulls everything."""
+    bucket = await cluster.server.connect("reader").key_value(topology.PLACEMENT_BUCKET)
+    written = asyncio.Event()
+
+    async def on_entry(entry: Entry) -> None:
+        written.set()
+
+    watch = await bucket.watch(on_entry)
+    await asyncio.wait_for(written.wait(), 10)
+    await watch.stop()

@@ -91,6 +91,11 @@ def _zero_shot(folder: Path) -> Entry:
     return {"family": "zero-shot-classifier", "outputs": {"classifications": 0}, "max_tokens": MAX_TOKENS}
 
 
+def _classes(folder: Path) -> Entry:
+    build_head(folder, "bert", AutoModelForSequenceClassification, ("joy", "anger", "calm"))
+    return {"family": "text-classifier", "outputs": {"classifications": 0}, "max_tokens": MAX_TOKENS}
+
+
 def _tags(folder: Path) -> Entry:
     build_head(folder, "bert", AutoModelForTokenClassification, ("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))
     return {"family": "token-classifier", "outputs": {"entities": 0}, "max_tokens": MAX_TOKENS}
@@ -98,7 +103,7 @@ def _tags(folder: Path) -> Entry:
 
 KINDS: dict[str, Callable[[Path], Entry]] = {
     "mini": _mini, "dense": _dense, "sparse": _sparse, "late": _late, "m3": _m3, "cross": _cross, "reranker": _reranker, "gliner": _gliner,
-    "zero-shot": _zero_shot, "tags": _tags,
+    "zero-shot": _zero_shot, "tags": _tags, "classes": _classes,
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from typing import Literal
 import httpx
 import psutil
 from cluster import MODEL, SIE, until
+from fake_adapter import WIDTH
 from nats_server import binary
 
 from sie_cli.embedded import free_port
@@ -48,7 +49,7 @@ class Part:
         self.starts = 0
         self.paused = False
         self._argv = list(argv)
-        self._environ = dict(environ)
+        self.environ = dict(environ)  # of its next start
         self._ready = ready
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -75,7 +76,7 @@ class Part:
         self.starts += 1
         self.paused = False
         self._process = subprocess.Popen(
-            [*self._argv, *once], env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*self._argv, *once], env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             preexec_fn=_end_with_parent,
         )
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
@@ -148,19 +149,24 @@ class Worker:
 
 @dataclass(frozen=True)
 class Device:
-    """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, how many models fit (0: any number)."""
+    """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, of which models it takes otherwise, how
+    many models fit (0: any number)."""
 
     batch_ms: float = 0.0
     token_us: float = 0.0
     lanes: int = 1
     load_s: float = 0.0
+    load_s_of: Mapping[str, float] = field(default_factory=dict)
     deadly: str = ""
     slots: int = 0
+    width: int = WIDTH  # of a vector
 
     def argv(self, path: Path) -> list[str]:
+        own_loads = (word for model, load_s in self.load_s_of.items() for word in ("--load-s-of", f"{model}={load_s}"))
         return [
             sys.executable, str(ADAPTER), "--socket", str(path), "--lanes", str(self.lanes), "--batch-ms", str(self.batch_ms),
             "--token-us", str(self.token_us), "--load-s", str(self.load_s), "--deadly", self.deadly, "--slots", str(self.slots),
+            "--width", str(self.width), *own_loads,
         ]  # fmt: skip
 
 
@@ -253,13 +259,17 @@ class Stack:
 
     def _write_models(self) -> Path:
         folder = self.folder / "models"
+        widths = [device.width for device in self.plan.workers if device is not None]
         folder.mkdir(exist_ok=True)
         for number, model in enumerate(self.plan.models):
             entry = {
-                "id": model, "bundle": self.plan.toy_bundle, "weights": {"path": "/toy"}, "family": "toy", "outputs": {"dense": 8},
-                "max_tokens": 512,
+                "id": model, "bundle": self.plan.toy_bundle, "weights": {"path": "/toy"}, "family": "toy",
+                "outputs": {"dense": max(widths, default=WIDTH)}, "max_tokens": 512,
             }  # fmt: skip
             (folder / f"{number}.yaml").write_text(json.dumps(entry))  # JSON is YAML
+        bundles = folder / "bundles"
+        bundles.mkdir(exist_ok=True)
+        (bundles / f"{self.plan.toy_bundle}.yaml").write_text(json.dumps({"id": self.plan.toy_bundle}))  # it has every family
         return folder
 
     def _environ(self, **own: str) -> dict[str, str]:
@@ -308,7 +318,7 @@ class Stack:
         port, metrics = free_port(), free_port()
         environ = self._environ(
             SIE_NATS_URL=self.broker_urls, SIE_CONFIG_SERVICE_URL=self.config_url, SIE_STREAM_REPLICAS=self._replicas,
-            SIE_GATEWAY_METRICS_PORT=str(metrics),
+            SIE_GATEWAY_METRICS_PORT=str(metrics), SIE_GATEWAY_HEALTH_MODE="nats",
         )  # fmt: skip
         ready = _answers(f"http://127.0.0.1:{metrics}/readyz")
         self.urls.append(f"http://127.0.0.1:{port}")
@@ -321,13 +331,13 @@ class Stack:
         preload = ",".join([MODEL] if device is None else plan.models)
         own = {
             "SIE_NATS_URL": self.broker_urls, "SIE_CONFIG_SERVICE_URL": self.config_url, "SIE_WORKER_METRICS_PORT": str(metrics),
-            "SIE_IPC_SOCKET_PATH": str(path), "SIE_WORKER_ID": f"w{number}", "SIE_BUNDLE": bundle,
+            "SIE_IPC_SOCKET_PATH": str(path), "SIE_WORKER_ID": f"w{number}", "SIE_BUNDLE": bundle, "SIE_GATEWAY_URL": ",".join(self.urls),
             **({"SIE_PRELOAD_MODELS": preload} if plan.preload else {}),
         }  # fmt: skip
         sidecar_ready = _answers(f"http://127.0.0.1:{metrics}/readyz")
         sidecar = Part("sidecar", f"sidecar {number}", self._sie("sidecar", "--host", "127.0.0.1"), self._environ(**own), sidecar_ready)
         if device is None:
-            argv, environ = self._sie("adapter"), self._environ(SIE_IPC_SOCKET_PATH=str(path))
+            argv, environ = self._sie("adapter", "--no-spare"), self._environ(SIE_IPC_SOCKET_PATH=str(path))
         else:
             argv, environ = device.argv(path), self._environ()
         adapter = Part("adapter", f"adapter {number}", argv, environ, functools.partial(listens, path))

@@ -24,9 +24,20 @@ from sie_adapter.heads import Row
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
+from sie_contracts.options import TOKEN_STATES
 
 _EPSILON = 1e-12
 Rows = Mapping[str, Sequence[Row]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Token vectors that a client sent in the place of a text, float32 [tokens, width]: used as they are."""
+
+    vectors: Tensor
+
+    def __len__(self) -> int:
+        return len(self.vectors)
 
 
 @dataclass
@@ -41,7 +52,9 @@ class Answer:
 Answers = list[Answer | SIEError]
 
 
-def sealed(batch: str, answered: Iterable[tuple[Answer | SIEError, int]], inference_ms: float, started_s: float) -> BatchDone:
+def sealed(
+    batch: str, answered: Iterable[tuple[Answer | SIEError, int]], inference_ms: float, started_s: float, *, padding: int = 0
+) -> BatchDone:
     """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the epilogues began."""
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
@@ -57,7 +70,7 @@ def sealed(batch: str, answered: Iterable[tuple[Answer | SIEError, int]], infere
             offset += array.nbytes
         outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
     block = b"".join(blocks)
-    return BatchDone(batch, tuple(outcomes), block, inference_ms, 1e3 * (time.perf_counter() - started_s))
+    return BatchDone(batch, tuple(outcomes), block, inference_ms, 1e3 * (time.perf_counter() - started_s), padding)
 
 
 def not_finite() -> InferenceFailed:
@@ -72,15 +85,24 @@ def vectors(options: RunOptions, rows: Rows) -> Answers:
     for name in options.outputs:
         if name == "sparse":
             _add_sparse(options, rows["sparse"], found)
-        elif name == "multivector":
-            _add_multivectors(options, rows["multivector"], found)
+        elif name in ("multivector", TOKEN_STATES):
+            _add_multivectors(name, options, rows[name], found)
         elif options.muvera is None:
             _add_dense(options, torch.stack(list(rows["dense"])), found)
     if options.muvera is not None and "dense" in options.outputs:
-        together = _cut(torch.cat(list(rows["multivector"])), options, keep_scale=False)
-        tokens = together.split([len(row) for row in rows["multivector"]])
+        tokens = _for_muvera(options, rows["multivector"])
         _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), found)
     return found
+
+
+def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
+    """Cut and normalised; what was given is left as it is, unless it is cut."""
+    cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
+    return [row.vectors if isinstance(row, Given) and not options.dimensions else own for row, own in zip(rows, cut, strict=True)]
+
+
+def _tensors(rows: Sequence[Row]) -> list[Tensor]:
+    return [row.vectors if isinstance(row, Given) else row for row in rows]
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
@@ -122,19 +144,19 @@ def _too_large() -> InvalidInput:
     return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
 
 
-def _add_multivectors(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
-    values, scale, offset = dtypes.convert(_cut(torch.cat(list(rows)), options, keep_scale=not options.normalize), options.dtype)
+def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
+    values, scale, offset = dtypes.convert(_cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype)
     ends = np.cumsum([len(row) for row in rows])
     for item, (answer, stop, row) in enumerate(zip(list(found), ends.tolist(), rows, strict=True)):
         here = slice(stop - len(row), stop)
         if _overflows(values[here]):
             found[item] = _too_large()
         elif isinstance(answer, Answer):
-            answer.arrays["multivector"] = values[here]
+            answer.arrays[name] = values[here]
             if scale is not None:
-                answer.arrays["multivector.scale"] = scale[here]
+                answer.arrays[f"{name}.scale"] = scale[here]
             if offset is not None:
-                answer.arrays["multivector.offset"] = offset[here]
+                answer.arrays[f"{name}.offset"] = offset[here]
 
 
 def _add_sparse(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
@@ -167,7 +189,20 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
             score = score / max(1, len(query[name]))
         total = score * weight if total is None else total + score * weight
     assert total is not None
-    return _scores(total / sum(weights.values()))
+    found = total / sum(weights.values())
+    if is_relevance(options):
+        found = found.double()
+        if "sparse" in weights:
+            found = found / (1 + found.abs())  # a sum of products has no bound
+        elif "multivector" in weights and not per_row:
+            found = found / max(1, len(query["multivector"]))
+        found = (1 + found) / 2
+    return _scores(found)
+
+
+def is_relevance(options: RunOptions) -> bool:
+    """Whether a score is wanted as a number from 0 to 1 that grows with it: what rerankers of other makers answer."""
+    return bool(options.parameters.get("relevance"))
 
 
 def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
@@ -187,13 +222,20 @@ def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     return torch.zeros(len(documents), device=ids.device).index_add_(0, owner, products)
 
 
-def _late_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
-    query = F.normalize(query, dim=1, eps=_EPSILON)
-    if query.device.type == "cuda":  # a kernel for each document would take longer to start than to run
-        return _late_scores_at_once(query, documents)
+def _unit_rows(row: Row) -> Tensor:
+    """Token vectors as they are compared: normalised, but as they are where a client gave them."""
+    return row.vectors if isinstance(row, Given) else F.normalize(row, dim=1, eps=_EPSILON)
+
+
+def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
+    unit = _unit_rows(query)
+    if not len(unit):
+        return unit.new_zeros(len(documents))
+    if unit.device.type == "cuda":  # a kernel for each document would take longer to start than to run
+        return _late_scores_at_once(unit, documents)
     scores = []
     for document in documents:  # one after the other: a padded product would be as large as the longest of them
-        best = query @ F.normalize(document, dim=1, eps=_EPSILON).T
+        best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
     return torch.stack(scores)
 
@@ -201,7 +243,11 @@ def _late_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     """The same with one product. `query`: [rows, width], normalised. By offsets, since lengths would be checked on the host."""
     lengths = np.array([len(document) for document in documents], np.int64)
-    products = F.normalize(torch.cat(list(documents)), dim=1, eps=_EPSILON) @ query.T
+    if any(isinstance(document, Given) for document in documents):
+        rows = torch.cat([_unit_rows(document) for document in documents])
+    else:
+        rows = F.normalize(torch.cat(list(documents)), dim=1, eps=_EPSILON)
+    products = rows @ query.T
     offsets = to_device(np.concatenate([[0], np.cumsum(lengths)]), query.device)
     best = torch.segment_reduce(products, "max", offsets=offsets)
     return torch.where(to_device(lengths > 0, query.device), best.sum(1), 0.0)
@@ -214,19 +260,43 @@ def _scores(values: Tensor) -> Answers:
     return [Answer(score=score) if np.isfinite(score) else not_finite() for score in values.cpu().double().tolist()]
 
 
-def class_scores(logits: Sequence[Row], activation: str) -> Answers:
+def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> Answers:
     """The score of each pair, from float32 logits [1], or the probability of the last class from [labels]."""
     stacked = torch.stack(list(logits))
-    if activation == "sigmoid":
+    if activation == "identity" and is_relevance(options):
+        stacked = torch.sigmoid(stacked.double())  # where float32 would make ties of large ones
+    elif activation == "sigmoid":
         stacked = torch.sigmoid(stacked)
     elif activation == "softmax":
         stacked = torch.softmax(stacked, 1)
     return _scores(stacked[:, -1])
 
 
-def answer_scores(logits: Sequence[Row], *, difference: bool) -> Answers:
+def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> Answers:
+    """The classes of each text, best first, from float32 logits [classes]: all of them, or those that the labels of a request name.
+
+    With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
+    """
+    if unknown := [label for label in options.labels if label not in names]:
+        known = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
+        raise InvalidInput(f"labels: {len(unknown)} of them are no classes of the model, it has {known}", reason="labels", param="labels")
+    scores = torch.stack(list(logits))
+    if not options.parameters.get("raw_scores"):
+        scores = torch.sigmoid(scores) if activation == "sigmoid" else torch.softmax(scores, 1) if activation == "softmax" else scores
+    found: Answers = []
+    for row in scores.cpu().double().tolist():
+        ordered = sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])
+        chosen = (pair for pair in ordered if not options.labels or pair[0] in options.labels)
+        kept = [{"label": label, "score": score} for label, score in chosen if options.threshold is None or score >= options.threshold]
+        found.append(Answer(data={"classifications": kept}))
+    return found
+
+
+def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> Answers:
     """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no."""
     stacked = torch.stack(list(logits))
+    if difference and is_relevance(options):
+        return _scores(torch.sigmoid((stacked[:, 1] - stacked[:, 0]).double()))
     return _scores(stacked[:, 1] - stacked[:, 0] if difference else torch.softmax(stacked, 1)[:, 1])
 
 

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.answers import Answer, Answers, sealed
+from sie_adapter.answers import Answer, Answers, Given, sealed
+from sie_adapter.device import to_device
 from sie_adapter.failure import is_device_fatal
 from sie_adapter.frontier import Frontier, split_off
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, MalformedBatch, Packed, items
+from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
@@ -64,9 +66,9 @@ class BatchRun:
 
     def __init__(
         self, model: TextModel, device: torch.device, message: RunBatch, make_room: Callable[[], bool] = lambda: False,
-        frontier: Frontier | None = None, key: str = "",
+        frontier: Frontier | None = None, key: str = "", remedied: Callable[[Remedy], None] = lambda remedy: None,
     ) -> None:  # fmt: skip
-        """`frontier` knows under `key` how much fits; `make_room` evicts an idle model and says whether it did.
+        """`frontier` knows under `key` how much fits; `make_room` evicts an idle model and says whether it did; `remedied` hears.
 
         Raises InvalidInput or InternalFailure for what cannot be run.
         """
@@ -81,14 +83,16 @@ class BatchRun:
         self._model = model
         self._device = device
         self._message = message
-        self._shortage = Shortage(device, make_room)
+        self._shortage = Shortage(device, make_room, remedied)
         self._frontier = frontier
         self._key = key
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
+        self._padding = 0
         self._queries = np.zeros(count, bool)
         self._wanted: dict[str, np.ndarray] = {}
         self._rows: dict[str, list[Row]] = {}
+        self._given = _given(message, self._items, model.rows[message.operation].vectors)
         for group in message.groups:
             self._plan(group, count)
 
@@ -105,6 +109,9 @@ class BatchRun:
             wanted = self._wanted.setdefault(head, np.zeros(count, bool))
             wanted[group.start : group.stop] = True
             self._rows.setdefault(head, [None] * count)
+            if head != "multivector":
+                error = InvalidInput(f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality")
+                self._errors.update(dict.fromkeys((row for row in self._given if group.start <= row < group.stop), error))
 
     def run(self) -> BatchDone:
         """Run the batch and account for every input. Raises what the device raises, other than running out of memory."""
@@ -119,11 +126,17 @@ class BatchRun:
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
         answered = (each for group in self._message.groups for each in self._answers(group))
-        return sealed(self._message.batch, answered, 1e3 * (forwarded - started), forwarded)
+        return sealed(self._message.batch, answered, 1e3 * (forwarded - started), forwarded, padding=self._padding)
 
     def _without_pass(self) -> Int64:
         """Fill what needs no pass; returns the rows that need one."""
         needing = np.zeros(len(self._items.lengths), bool)
+        for row, vectors in self._given.items():
+            if not np.isfinite(vectors).all():
+                self._errors[row] = InvalidInput("multivector: expected finite numbers", reason="schema", param="multivector")
+            elif "multivector" in self._wanted:
+                self._rows["multivector"][row] = Given(to_device(vectors, self._device))
+                self._wanted["multivector"][row] = False
         for head, wanted in self._wanted.items():
             wanted[list(self._errors)] = False
             needing |= wanted & ~self._queries
@@ -153,6 +166,7 @@ class BatchRun:
         packed = self._model.pack(self._prepared, chosen)
         with self._model.loras.acting(self._message.lora):
             hidden = self._model.forward(packed)
+        self._padding += packed.padding
         if len(hidden) != len(packed.ids):
             raise InternalFailure(f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length")
         states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
@@ -221,6 +235,22 @@ class BatchRun:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
         return found
+
+
+def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
+    """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not belong to them."""
+    if not message.given:
+        return {}
+    counts = np.frombuffer(message.given, "<i4")
+    rows = np.flatnonzero(counts >= 0)
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch wants to be able to write
+    if len(counts) != len(batch.lengths) or batch.lengths[rows].any() or not width or counts[rows].sum() * width != len(vectors):
+        raise InternalFailure("the given vectors do not belong to the rows of the batch", reason="malformed_batch")
+    if not len(rows):
+        return {}
+    ends = np.cumsum(counts[rows])
+    parts = np.split(vectors.reshape(-1, width), ends[:-1])
+    return dict(zip(rows.tolist(), parts, strict=True))
 
 
 def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:

@@ -29,6 +29,7 @@ from sie_adapter.failure import load_failed
 from sie_adapter.heads import Row, States
 from sie_adapter.packing import Items
 from sie_contracts.catalogue import ModelEntry, Resolved, packaged_folder
+from sie_contracts.options import TOKEN_STATES
 
 COSINE = {torch.float32: 0.9999}
 COSINE_16 = 0.999
@@ -108,6 +109,8 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
+        if name == TOKEN_STATES:  # no output of the entry, and in 16 bit some token of a right model strays
+            continue
         expected = head.reduce(States(reference, packed, queries), sequences).rows
         found = head.reduce(States(states, packed, queries), sequences).rows
         worst[name] = _agree(entry, f"the packed path of output {name}", expected, found, compute.dtype)

@@ -220,6 +220,47 @@ def _nvml_memory(device: torch.device) -> Memory | None:
     return Memory(int(info.used), int(info.total))
 
 
+class Use:
+    """How busy a device is, whoever uses it. May be asked from any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._before = _cpu_seconds()
+
+    def percent(self) -> float | None:
+        """CUDA: by NVML, where its package is. CPU: of the machine's cores, since the last question. None where nothing tells."""
+        if self._device.type == "cuda":
+            return self._nvml_percent()
+        if self._device.type != "cpu":
+            return None
+        with self._lock:
+            (busy, total), (busy_before, total_before) = (now := _cpu_seconds()), self._before
+            if total <= total_before:
+                return None
+            self._before = now
+        return round(100.0 * max(0.0, busy - busy_before) / (total - total_before), 1)
+
+    def _nvml_percent(self) -> float | None:
+        handle = _nvml_handle(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
+        if handle is None:
+            return None
+        import pynvml
+
+        try:
+            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        except pynvml.NVMLError as error:
+            _logger.debug("NVML gave no utilisation: %s", error)
+            return None
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Busy and all seconds of all cores since the machine started."""
+    times = psutil.cpu_times()
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # which `user` and `nice` count as well
+    return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
 def _mps_memory() -> list[Memory]:
     return [Memory(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())]
 

@@ -21,6 +21,7 @@ from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
 from sie_adapter.raw import run_raw
+from sie_adapter.remedies import Remedies
 from sie_adapter.residency import Residency
 from sie_adapter.weights import WeightSources
 from sie_contracts import ipc
@@ -50,7 +51,9 @@ class Engine:
         self._on_device_lost = on_device_lost
         self._settings = settings
         self._label = devices.label(self.device) or self.device.type
-        self.loader = Loader(self.device, WeightSources(settings.cache_folder, settings.hf_fallback), settings)
+        self.loader = Loader(self.device, WeightSources.of(settings), settings)
+        self.remedies = Remedies()
+        self._use = devices.Use(self.device)
         self.residency = Residency(
             self._load,
             functools.partial(devices.memory, self.device),
@@ -58,6 +61,8 @@ class Engine:
             settings.memory_pressure_threshold_percent,
             needed_bytes=self.loader.needed_bytes,
             warm_up=self._warm_up,
+            ended=self.loader.ended,
+            count=self.remedies.count,
         )
         self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324 texts/s, two processes
@@ -91,13 +96,14 @@ class Engine:
     def execute(self, message: RunBatch) -> Reply:
         """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
         try:
-            with self.residency.use(message.model) as resident:
+            with self.residency.use(message.model, message.fingerprint) as resident:
                 weights: Any = resident.weights  # one of the two protocols below
+                remedied = functools.partial(self.remedies.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.layout == "raw":
-                    return run_raw(weights, message, self.device, self.residency.make_room)
+                    return run_raw(weights, message, self.device, self.residency.make_room, remedied)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
-                return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key).run()
+                return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key, remedied).run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
         except Exception as error:
@@ -112,8 +118,10 @@ class Engine:
             if loras is None:
                 raise lora_failed(lora, f"{model} takes none")
             try:
-                folder = self.loader.sources.lora_folder(lora, resident.resolved.entry, self._settings.models_dir)
-                return str(loras.load(lora, folder, self._settings.max_loras_per_model))
+                located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
+                digest = str(loras.load(lora, located.folder, self._settings.max_loras_per_model))
+                loras.leases = {name: lease for name, lease in {**loras.leases, lora: located.lease}.items() if name in loras.names()}
+                return digest
             except SIEError:
                 raise
             except Exception as error:
@@ -145,6 +153,9 @@ class Engine:
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
             models=self.residency.describe(),
+            utilization_percent=self._use.percent(),
+            threshold_percent=self._settings.memory_pressure_threshold_percent,
+            shortages=self.remedies.all(),
         )
 
     def stop(self, timeout_s: float) -> bool:

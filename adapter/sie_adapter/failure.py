@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
@@ -32,6 +30,8 @@ _ALLOCATION = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed."""
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) in (RuntimeError, torch.AcceleratorError) and any(text in str(error) for text in _ALLOCATION)
@@ -45,5 +45,7 @@ _NOT_STARTED = (
 
 def is_device_fatal(error: BaseException) -> bool:
     """Whether the device is lost with this error: asynchronous CUDA errors stay in the context for good."""
+    import torch
+
     survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)
     return isinstance(error, torch.AcceleratorError) and not survived

@@ -146,6 +146,10 @@ def _transformer(folder: Path, report: Inspection) -> None:
     entry = report.entry
     entry["family"] = family = _family(config, modules, named)
     report.found.append(f"family {family}: {'modules.json lists ' + ', '.join(modules.kinds) if modules.kinds else 'its architecture'}")
+    if family == "text-classifier":
+        labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
+        report.found.append(f"{config.num_labels} classes, {labels}: config.json")
+        report.assumed.append("no score of a pair: one of two labels needs family cross-encoder and head.activation softmax")
     entry["outputs"] = _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
     entry["description"] = f"{named or config.model_type}: {', '.join(entry['outputs'])}. Found by inspection."
     entry["max_tokens"] = _max_tokens(modules, config, backbone, report)
@@ -159,7 +163,10 @@ def _transformer(folder: Path, report: Inspection) -> None:
         _prompts(folder, report)
 
 
-_OUTPUT = {"cross-encoder": "score", "zero-shot-classifier": "classifications", "token-classifier": "entities"}
+_OUTPUT = {
+    "cross-encoder": "score", "zero-shot-classifier": "classifications", "text-classifier": "classifications",
+    "token-classifier": "entities",
+}  # fmt: skip
 
 
 def _refuse_other_folders(folder: Path) -> None:
@@ -207,10 +214,7 @@ def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
         labels = [str(label).lower() for label in (config.id2label or {}).values()]
         if all(any(label.startswith(start) for label in labels) for start in (_ENTAILS, _OPPOSES)):
             return "zero-shot-classifier"
-        if config.num_labels == 1:
-            return "cross-encoder"
-        message = f"{named} has the labels {', '.join(labels[:6])}: neither one score nor entailment; a score of two needs an entry by hand"
-        raise load_failed("INCOMPATIBLE", f"{message}, with family cross-encoder and head.activation softmax")
+        return "cross-encoder" if config.num_labels == 1 else "text-classifier"
     if named.endswith("ForCausalLM") and not modules.kinds:
         message = f"{named} without modules.json is a language model: what its vectors are, no file says"
         raise load_failed("INCOMPATIBLE", f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token")

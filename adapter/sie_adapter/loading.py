@@ -24,7 +24,7 @@ from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.footprint import weight_bytes
-from sie_adapter.weights import WeightSources
+from sie_adapter.weights import Located, Lock, WeightSources
 from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
@@ -34,7 +34,7 @@ _logger = logging.getLogger("sie.adapter")
 # imported when first used: each brings its own library
 FAMILIES = {
     **dict.fromkeys(
-        ("text-encoder", "cross-encoder", "decoder-reranker", "zero-shot-classifier", "token-classifier"),
+        ("text-encoder", "cross-encoder", "decoder-reranker", "zero-shot-classifier", "text-classifier", "token-classifier"),
         "sie_adapter.families.text_encoder:TextEncoder",
     ),
     "gliner": "sie_adapter.families.gliner:GlinerModel",
@@ -91,6 +91,7 @@ class Loader:
     sources: WeightSources
     settings: Settings
     certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
+    _leases: dict[str, Lock] = field(default_factory=dict)  # on the files of models whose load has begun, by residency
 
     def compute(self, precision: Precision | None) -> Compute:
         """Precision and attention of a model whose entry says `precision`, on this device."""
@@ -105,16 +106,26 @@ class Loader:
         with _classed(resolved.entry):
             _family(resolved)  # what will be refused is not downloaded first
             dtype = torch.float32 if self.device.type == "cpu" else self.compute(resolved.load.precision).dtype
-            return weight_bytes(self.sources.folder(resolved.entry), dtype.itemsize)
+            return weight_bytes(self._located(resolved).folder, dtype.itemsize)
+
+    def _located(self, resolved: Resolved) -> Located:
+        located = self.sources.locate(resolved.entry)
+        self._leases[resolved.residency] = located.lease
+        return located
+
+    def ended(self, resolved: Resolved) -> None:
+        """Its load is over. A model that was loaded has a lease on its files of its own, which goes with it."""
+        self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
         """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
         with _classed(resolved.entry):
             family = _family(resolved)
-            folder = self.sources.folder(resolved.entry)
+            located = self.sources.locate(resolved.entry)
             compute = self.compute(resolved.load.precision)
-            model = family(folder, resolved.entry, resolved.load, compute)
-            model.certificate = self._certified(model, folder, resolved, compute)
+            model = family(located.folder, resolved.entry, resolved.load, compute)
+            model.lease = located.lease
+            model.certificate = self._certified(model, located.folder, resolved, compute)
             return model
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:

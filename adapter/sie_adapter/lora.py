@@ -76,6 +76,7 @@ class Loras:
         self._model, self._compute, self._run = model, compute, run
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # with the digest of its files
+        self.leases: dict[str, Any] = {}  # on the files of those that are loaded, so that they stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
         """Read and try a LoRA, unless it is there; `most` are kept. Returns the SHA-256 of its files, in hex.

@@ -90,9 +90,12 @@ class Positions:
     pad: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Packed:
-    """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from."""
+    """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
+
+    `padding`: positions beside the tokens that their pass computed, where it had to fill up; whoever fills up adds to it.
+    """
 
     ids: Int64  # [tokens]
     positions: Int64  # [tokens]
@@ -101,6 +104,7 @@ class Packed:
     order: Int64  # [sequences]
     types: UInt8 | None = None  # [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
+    padding: int = 0
 
     @property
     def lengths(self) -> Int64:

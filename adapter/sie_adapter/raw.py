@@ -18,6 +18,7 @@ from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.packing import Int64
+from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, RunBatch
@@ -35,7 +36,10 @@ class RawModel(Protocol):
     """
 
 
-def run_raw(model: Any, message: RunBatch, device: torch.device = _CPU, make_room: Callable[[], bool] = lambda: False) -> BatchDone:
+def run_raw(
+    model: Any, message: RunBatch, device: torch.device = _CPU, make_room: Callable[[], bool] = lambda: False,
+    remedied: Callable[[Remedy], None] = lambda remedy: None,
+) -> BatchDone:  # fmt: skip
     """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
 
     Out of memory is met as `shortage` says.
@@ -49,7 +53,7 @@ def run_raw(model: Any, message: RunBatch, device: torch.device = _CPU, make_roo
     if len(message.texts) != len(lengths):
         raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
 
-    shortage = Shortage(device, make_room)
+    shortage = Shortage(device, make_room, remedied)
 
     def fitting(call: Call, count: int) -> list[Any]:
         results: list[Any] = [exhausted()] * count

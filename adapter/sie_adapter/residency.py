@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sie_adapter.device import Memory
+from sie_adapter.remedies import Remedy
 from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved, fingerprint
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.ipc import LoadedModel, Rows
@@ -106,7 +107,10 @@ class Residency:
         *,
         needed_bytes: Callable[[Resolved], int] = lambda _: 0,
         warm_up: Callable[[Weights], int] = lambda _: 0,
+        ended: Callable[[Resolved], None] = lambda _: None,
+        count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
+        """`count` hears, by model, of each remedy for a load that ran out of memory; `ended` of the end of each load, good or not."""
         self._load = load
         self._memory = memory
         self._give_memory_back = give_memory_back
@@ -114,6 +118,8 @@ class Residency:
         self._clock = clock
         self._needed_bytes = needed_bytes
         self._warm_up = warm_up
+        self._ended = ended
+        self._count = count
         self._lock = threading.Lock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
@@ -154,6 +160,8 @@ class Residency:
                 self._untold.extend(evicted)  # a refusal does not name them
             pending.set_exception(error)
             raise
+        finally:
+            self._ended(resolved)
         with self._lock:
             self._residents[model] = resident
             del self._loads[model], self._arriving[model]
@@ -161,11 +169,12 @@ class Residency:
         return resident, (*evicted, *more)
 
     @contextlib.contextmanager
-    def use(self, model: str) -> Iterator[Resident]:
-        """The resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not loaded."""
+    def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
+        """The resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not loaded, or is another copy than
+        that of `fingerprint`: its entry was changed."""
         with self._lock:
             resident = self._residents.get(model)
-            if resident is None:
+            if resident is None or (fingerprint and resident.fingerprint != fingerprint):
                 raise ModelLoading(f"{model} is not loaded", reason="not_resident")
             resident.running += 1
             resident.last_used_s = self._clock()
@@ -204,14 +213,16 @@ class Residency:
             return untold
 
     def relieve(self) -> tuple[str, ...]:
-        """Evict under pressure, looking at most once a second. Returns what went."""
+        """Evict under pressure, looking at most once a second. Returns what went.
+
+        A load under way made its own room, and what it has taken of that is held by now: counted again, it would cost others their place.
+        """
         with self._lock:
             now_s = self._clock()
             if now_s < self._relieve_due_s or not self._evictable:
                 return ()
             self._relieve_due_s = now_s + 1.0
-            arriving = sum(self._arriving.values())
-        return self._tell_later(self._evict(arriving))
+        return self._tell_later(self._evict(0))
 
     def make_room(self) -> bool:
         """Because an allocation failed: evict the least recently used idle model, else wait for a load that takes memory meanwhile to
@@ -252,16 +263,24 @@ class Residency:
         evicted: tuple[str, ...] = ()
         while True:
             try:
-                return self._loaded(model, resolved), evicted
+                resident = self._loaded(model, resolved)
+                if evicted:
+                    self._count(model, "recoveries_succeeded")
+                return resident, evicted
             except ModelLoadFailed as error:
                 if error.extras.get("error_class") != "OOM":
                     raise
                 failure = SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
+            if not evicted:
+                self._count(model, "recoveries_attempted")
             self._collect()
+            self._count(model, "cache_clears")
             gone = self._evict_one(f"there was too little memory to load {model}")
             if not gone:
+                self._count(model, "terminal_failures")
                 self._tell_later(evicted)
                 raise failure
+            self._count(model, "evictions_triggered")
             evicted += gone
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:

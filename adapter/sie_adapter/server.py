@@ -139,7 +139,7 @@ class Server:
         match request:
             case ipc.Ping():
                 evicted = residency.idle(request.idle) if request.idle is not None else ()
-                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches, evicted)
+                return ipc.Pong(os.getpid(), lanes.busy_s(), lanes.batches, evicted, self._engine.loader.sources.fetching())
             case ipc.Describe():
                 return self._engine.describe()
             case ipc.EnsureReady():

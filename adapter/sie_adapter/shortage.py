@@ -15,6 +15,7 @@ import torch
 from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_out_of_memory
 from sie_adapter.packing import Int64
+from sie_adapter.remedies import Remedy
 from sie_contracts.errors import ResourceExhausted
 
 _logger = logging.getLogger("sie.adapter")
@@ -34,10 +35,11 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The remedies of one device. `make_room` evicts an idle model and says whether it did."""
+    """The remedies of one device. `make_room` evicts an idle model and says whether it did; `count` hears of each remedy."""
 
     device: torch.device
     make_room: Callable[[], bool]
+    count: Callable[[Remedy], None] = lambda remedy: None
 
     def run(
         self, work: Callable[[Items], None], items: Items, refuse: Callable[[int], None], *,
@@ -47,25 +49,49 @@ class Shortage:
 
         `learn` hears which parts fitted. Raises what `work` raises, other than running out of memory.
         """
+        refused = 0
+
+        def refusing(item: int) -> None:
+            nonlocal refused
+            refused += 1
+            self.count("terminal_failures")
+            refuse(item)
+
+        if self._ran_out(work, items, refusing, halves, learn):
+            self.count("recoveries_attempted")
+            if not refused:
+                self.count("recoveries_succeeded")
+
+    def _ran_out(
+        self, work: Callable[[Items], None], items: Items, refuse: Callable[[int], None], halves: Callable[[Items], tuple[Items, Items]],
+        learn: Callable[[Items, bool], None],
+    ) -> bool:  # fmt: skip
+        """`run`; whether memory ran out meanwhile."""
         if not len(items):
-            return
+            return False
+        tries = 0
         is_last = False
         while not self._fits(work, items):
+            tries += 1
             give_memory_back(self.device)
+            self.count("cache_clears")
             _logger.warning("out of memory with %d items", len(items))
             if self.make_room():
+                self.count("evictions_triggered")
                 continue
             learn(items, False)
             if len(items) > 1:
+                self.count("batch_splits")
                 for half in halves(items):
-                    self.run(work, half, refuse, halves=halves, learn=learn)
-                return
+                    self._ran_out(work, half, refuse, halves, learn)
+                return True
             if is_last:
                 refuse(int(items[0]))
-                return
+                return True
             gc.collect()
             is_last = True
         learn(items, True)
+        return tries > 0
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:

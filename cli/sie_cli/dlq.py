@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 import msgspec
 
+from sie_cli import display
 from sie_cli.options import at_broker, loaded
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, Write
@@ -115,9 +116,7 @@ def list_command(settings: Settings) -> None:
     if len(rows) == 1:
         click.echo("no dead letters")
         return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    display.table(rows)
 
 
 @dlq.command()

@@ -11,12 +11,15 @@ import click
 import msgspec
 
 import sie_contracts
+from sie_cli.airgap import airgap
 from sie_cli.bench import bench
 from sie_cli.dlq import dlq
+from sie_cli.keys import keys
 from sie_cli.models import models
 from sie_cli.options import loaded, refuse, settings_options
-from sie_cli.serve import serve
+from sie_cli.serve import SPARE, serve
 from sie_cli.topology import topology
+from sie_cli.weights import weights
 from sie_contracts.errors import SIEError
 from sie_contracts.runtime.process import Stop, configure_logging
 from sie_contracts.runtime.process import run as run_process
@@ -33,7 +36,10 @@ def main() -> None:
     sie serve --standalone     the same without a broker
     sie settings               every setting, its value and where it came from
     sie dlq list               work that was given up
-    sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue
+    sie keys create NAME       a token for a client; `list` and `revoke` it
+    sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue, `sie models set` changes it there
+    sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and `rm` them
+    sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
     sie bench replay TRACE     what other settings would do to recorded or generated traffic
     sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """
@@ -94,15 +100,16 @@ def sidecar(host: str, record_trace: Path | None, **values: Any) -> None:
 
 
 @main.command()
+@click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @settings_options("adapter")
-def adapter(**values: Any) -> None:
-    """The worker's engine: holds models, runs forward passes. Start a second one on the same socket and it is a warm spare."""
+def adapter(spare: bool, **values: Any) -> None:
+    """The worker's engine: holds models, runs forward passes."""
     from sie_adapter.process import run
 
     settings = loaded(values).settings
     configure_logging(json=settings.log_json)
     try:
-        sys.exit(run(settings))
+        sys.exit(run(settings, spare=spare))
     except SettingError as error:
         refuse(error)
 
@@ -143,7 +150,10 @@ def standalone(arguments: tuple[str, ...]) -> None:
 
 
 main.add_command(serve)
+main.add_command(airgap)
 main.add_command(dlq)
+main.add_command(keys)
 main.add_command(models)
 main.add_command(bench)
 main.add_command(topology)
+main.add_command(weights)

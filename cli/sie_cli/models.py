@@ -1,15 +1,21 @@
-"""`sie models`: what a model folder or a repository of the hub is, and an entry of the catalogue for it."""
+"""`sie models`: what a model folder or a repository of the hub is, an entry of the catalogue for it, and the catalogue itself."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from sie_cli.aliases import alias
+from sie_cli.compare import compare
+from sie_cli.models_commands import COMMANDS, document, tell
+from sie_cli.models_service import MODELS, YAML, Refused, path_of, service_at, write_options
 from sie_cli.options import loaded
+from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
 from sie_contracts.errors import SIEError
 from sie_contracts.runtime.feed import read_folder
@@ -23,20 +29,29 @@ SAMPLE, SECOND = "A short sentence of everyday words.", "Ada Lovelace wrote to C
 LABELS = ["person", "place"]
 
 
-class Refused(click.ClickException):
-    """What was asked cannot be done, in one line."""
-
-
 @click.group()
 def models() -> None:
-    """Look at models and add them to the catalogue.
+    """Look at models, add them to the catalogue and change them there, while it serves.
 
     \b
     sie models inspect ./my-model              what the folder is, as a catalogue entry
     sie models inspect ./my-model --check      load it too and show what it answers
     sie models inspect BAAI/bge-small-en-v1.5  the same for a repository of the hub
-    sie models add ./my-model --id my/model    write the entry where `sie serve` reads it
+    sie models add ./my-model --id my/model    write the entry where `sie serve` reads it, or give it to a config service
+
+    \b
+    With a config service (--url, SIE_CONFIG_SERVICE_URL) and its SIE_ADMIN_TOKEN:
+    sie models list                            what there is
+    sie models show my/model                   the configuration, which `add` and `set -f` take back
+    sie models set my/model run.pooling=mean   change it; --dry-run only checks, --if-match N refuses if it is not at revision N
+    sie models history my/model                what it was; `rollback my/model 3` makes that the newest again, `rm` removes it
+    sie models status my/model                 which gateways and workers serve which revision
+    sie models alias search my/model           requests for `search` go to my/model; `compare A B` says what another one would change
     """
+
+
+for _command in (*COMMANDS, alias, compare):
+    models.add_command(_command)
 
 
 def _source(command: F) -> F:
@@ -73,27 +88,84 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 @models.command()
 @_source
 @click.option("--id", "name", default="", metavar="NAME", help="Name of the model in requests. Default: the hub id or the folder's name.")
-@click.option("--models-dir", metavar="DIR", help="Folder of the entries. Default: SIE_MODELS_DIR, else ./models.")
-@click.option("--force", is_flag=True, help="Replace an entry that is there.")
-def add(source: str, revision: str | None, name: str, models_dir: str | None, force: bool) -> None:
-    """Write the catalogue entry of ID_OR_FOLDER to DIR/NAME.yaml, where `sie serve` finds it at its next start.
+@click.option("--models-dir", metavar="DIR", help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.")
+@click.option("--force", is_flag=True, help="Replace a model that is there.")
+@write_options
+def add(
+    source: str, revision: str | None, name: str, models_dir: str | None, force: bool, dry_run: bool, if_match: int | None,
+    config_service_url: str | None, output: str | None,
+) -> None:  # fmt: skip
+    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url or SIE_CONFIG_SERVICE_URL names one; else a local folder's.
 
     The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you like: lines that
     begin with `# assumed` are those that no file of the model says. A model that the packaged catalogue knows keeps its options.
+    ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or .json file, or - for standard input.
+
+    \b
+    in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
+    at a config service  added at once, for all gateways and workers; what is written there no folder overrides
     """
-    settings = loaded({}).settings
+    settings = loaded({"config_service_url": config_service_url}).settings
+    if models_dir is not None and config_service_url is not None:
+        raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
+    if models_dir is None and settings.config_service_url:
+        text, entry = _entry_of(settings, source, name, revision)
+        _post(text, entry, settings, output, force=force, dry_run=dry_run, if_match=if_match)
+        return
+    if if_match is not None or output is not None:
+        raise click.UsageError("--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL")
     folder = models_dir or settings.models_dir or "./models"
     if folder.startswith(("s3://", "gs://")):
-        raise Refused(f"{folder} is not a local folder: name one with --models-dir")
-    text, entry = _inspected(settings, source, name, revision)
-    file = Path(folder).expanduser() / f"{entry.id}.yaml"
+        raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
+    _write(*_entry_of(settings, source, name, revision), Path(folder).expanduser(), force=force, dry_run=dry_run)
+    if not dry_run and Path(folder).resolve() != Path(settings.models_dir or "./models").resolve():
+        click.echo(f"serve it with SIE_MODELS_DIR={folder}")
+
+
+def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
+    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises Refused, UsageError."""
+    if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
+        return _inspected(settings, source, name, revision)
+    if name or revision:
+        raise click.UsageError("--id and --revision are for a model; an entry says both itself")
+    from sie_config.documents import checked, read
+
+    body, kind = document(Path(source))
+    try:
+        given = read(body, kind)
+        return body.decode(), checked(given.value, given)
+    except SIEError as error:
+        raise Refused(f"{source}: {error.message}") from error
+
+
+def _post(
+    text: str, entry: ModelEntry | Alias, settings: Settings, output: str | None, *, force: bool, dry_run: bool, if_match: int | None
+) -> None:
+    """Add the entry at the config service, or with `force` replace the one that is there."""
+    with service_at(settings, writes=True) as service:
+        is_there = force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
+        method, path = ("PUT", path_of(entry.id)) if is_there else ("POST", MODELS)
+        answer = service.write(method, path, text.encode(), YAML, dry_run=dry_run, if_match=if_match, force=force)
+        tell(answer, output, dry_run=dry_run)
+    if isinstance(entry, ModelEntry) and entry.weights.path:
+        click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
+
+
+def _write(text: str, entry: ModelEntry | Alias, folder: Path, *, force: bool, dry_run: bool) -> None:
+    """Write the entry where `sie serve` reads it."""
+    if entry.id.startswith("bundles/"):
+        raise Refused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
+    file = folder / f"{entry.id}.yaml"
     if file.exists() and not force:
         raise Refused(f"{file} exists: --force replaces it")
+    if dry_run:
+        click.echo(f"dry run, nothing is written: {file} would be\n{text}", nl=False)
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, "utf-8")
+    partial = file.with_name(f".{file.name}.partial")  # hidden: nobody reads half of it
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
     click.echo(f"wrote {file}")
-    if Path(folder).resolve() != Path(settings.models_dir or "./models").resolve():
-        click.echo(f"serve it with SIE_MODELS_DIR={folder}")
 
 
 def _inspected(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
@@ -144,26 +216,41 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         return cached[0].name
     if not settings.hf_fallback:
         raise Refused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
+    with _hub(f"the commit of {hub}", "give --revision COMMIT"):
         commit = HfApi().model_info(hub, revision=revision).sha
-    except (HfHubHTTPError, httpx.HTTPError) as error:
-        raise Refused(f"the hub does not tell the commit of {hub} ({type(error).__name__}): give --revision COMMIT") from error
     if commit is None:
         raise Refused(f"the hub names no commit of {hub}: give --revision COMMIT")
     return commit
 
 
+@contextlib.contextmanager
+def _hub(what: str, instead: str) -> Iterator[None]:
+    """What the hub's client raises becomes Refused, with what to do."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the library that the client is built on
+    try:
+        yield
+    except GatedRepoError as error:
+        raise Refused(f"{what}: the repository is gated; accept its licence on the hub and set HF_TOKEN") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        fix = "is the name right, and HF_TOKEN set if it is private?"
+        raise Refused(f"{what}: the hub has no such repository or revision; {fix}") from error
+    except (any_error, ConnectionError, TimeoutError) as error:
+        raise Refused(f"{what}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}") from error
+
+
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """The snapshot of a commit: from the cache, else downloaded. The kind of model decides which of its files are fetched."""
+    """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are fetched."""
+    import dataclasses
+
     from sie_adapter.weights import WeightSources
 
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry({"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1})
-        return WeightSources(settings.cache_folder, may_download).folder(stub)
+        return WeightSources.of(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
 
     for family in ("gliner", "text-encoder"):
         try:
@@ -172,14 +259,10 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
             continue
     if not settings.hf_fallback:
         return sources("text-encoder", may_download=False)  # the error says where it was looked for
-    import httpx
     from huggingface_hub import file_exists
-    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
+    with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
         is_gliner = file_exists(hub, "gliner_config.json", revision=commit)
-    except (HfHubHTTPError, httpx.HTTPError) as error:
-        raise Refused(f"{hub}@{commit} could not be downloaded: {type(error).__name__}") from error
     return sources("gliner" if is_gliner else "text-encoder", may_download=True)
 
 

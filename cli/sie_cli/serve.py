@@ -1,6 +1,6 @@
 """`sie serve`: the whole cluster on one machine. It starts the same processes as a cluster has and is a second implementation of none.
 
-nats-server ─► config service, gateways, sidecars, adapters ─► ready ─► warm spares
+nats-server ─► config service, gateways, sidecars, adapters ─► ready
 SIGTERM, SIGINT ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
 """
 
@@ -36,6 +36,7 @@ TELL_EVERY_S = 10.0
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+SPARE = "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a worker)."
 _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 9.5, 3.0, 1.5  # together below 15 s
 
 
@@ -68,7 +69,7 @@ class Plan:
 @click.option("--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers, each a sidecar and an adapter.")
 @click.option("--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up.")
-@click.option("--spare/--no-spare", default=True, show_default=True, help="Keep a warm spare adapter per worker (some 350 MB each).")
+@click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @click.option("--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux).")
 @settings_options("gateway", "config", "sidecar", "adapter")
 def serve(
@@ -191,7 +192,7 @@ class _Serve:
         try:
             for child in [*broker, *config, *gateways, *sidecars, *adapters]:
                 await supervisor.start(child)
-            watching = [asyncio.create_task(self._until_ready(supervisor, adapters), name="readiness")]
+            watching = [asyncio.create_task(self._until_ready(), name="readiness")]
             if self._monitor_url and broker:
                 watching.append(asyncio.create_task(self._watch_broker(supervisor, broker[0]), name="broker health"))
             stopping = asyncio.create_task(self._stop.wait(), name="stop")
@@ -201,8 +202,7 @@ class _Serve:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
         finally:
-            spares = [child for child in supervisor.children if child.name.endswith(".spare")]
-            for group in (gateways, sidecars, [*adapters, *spares], config, broker):
+            for group in (gateways, sidecars, adapters, config, broker):
                 await supervisor.stop(group)
         if supervisor.fatal.done():
             self._say("serve", f"{supervisor.fatal.result()} refused its settings, see above")
@@ -219,6 +219,8 @@ class _Serve:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
+        if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:
+            self._flags.setdefault("SIE_GATEWAY_HEALTH_MODE", "nats")
         if plan.settings.payload_store_url is None:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(plan.data_dir / "payloads")
 
@@ -228,14 +230,19 @@ class _Serve:
         sockets = [str(plan.data_dir / "run" / f"worker-{number}.sock") for number in range(plan.workers)]
         for path in sockets:
             BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
+        spare = [] if plan.spare else ["--no-spare"]
         adapters = [
-            self._child(_numbered("adapter", number, plan.workers), "adapter", [], {"SIE_IPC_SOCKET_PATH": path}, _WORKER_GRACE_S)
+            self._child(_numbered("adapter", number, plan.workers), "adapter", spare, {"SIE_IPC_SOCKET_PATH": path}, _WORKER_GRACE_S)
             for number, path in enumerate(sockets)
         ]
+        if settings.gateway_url is None:
+            urls = [f"http://{_reachable(plan.host)}:{plan.port + number}" for number in range(1 if plan.standalone else plan.gateways)]
+            self._flags["SIE_GATEWAY_URL"] = ",".join(urls)
         worker_port = settings.worker_metrics_port
         if plan.standalone:
             worker_port = worker_port or free_port()
             self._flags["SIE_WORKER_METRICS_PORT"] = str(worker_port)
+            self._name_workers([worker_port + number for number in range(plan.workers)])
             extra = ["--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers)]
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
             self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
@@ -257,6 +264,8 @@ class _Serve:
             config_port = free_port()
             self._flags["SIE_CONFIG_SERVICE_URL"] = f"http://127.0.0.1:{config_port}"
             config = [self._child("config", "config", ["--port", str(config_port)], {}, _LAST_GRACE_S)]
+        worker_ports = [worker_port + number if worker_port else free_port() for number in range(plan.workers)]
+        self._name_workers(worker_ports)
         gateways = []
         for number in range(plan.gateways):
             extra = ["--host", plan.host, "--port", str(plan.port + number), *monitor]
@@ -265,13 +274,18 @@ class _Serve:
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
             self._readiness[name] = f"http://{_reachable(plan.host)}:{plan.port + number}/readyz"
         sidecars = []
-        for number, path in enumerate(sockets):
-            port = worker_port + number if worker_port else free_port()
+        for number, (path, port) in enumerate(zip(sockets, worker_ports, strict=True)):
             own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
             name = _numbered("sidecar", number, plan.workers)
             sidecars.append(self._child(name, "sidecar", ["--host", plan.host], own, _WORKER_GRACE_S))
             self._readiness[name] = f"http://{_reachable(plan.host)}:{port}/readyz"
         return broker, config, gateways, sidecars, adapters
+
+    def _name_workers(self, ports: list[int]) -> None:
+        """Tell the gateways where the workers are, for /ws/status."""
+        if self._plan.settings.gateway_workers is None:
+            host = _reachable(self._plan.host)
+            self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
 
     def _worker_id(self, number: int) -> dict[str, str]:
         """Workers of one machine need different ids; a given one is kept and counted up."""
@@ -286,7 +300,7 @@ class _Serve:
         argv = [*_command(), role, *extra]
         for row in ROWS:
             if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
-                argv += _flag(row, flags[row.name])
+                argv += flag(row, flags[row.name])
         foreign = {row.name for row in ROWS if row.secret and set(components).isdisjoint(row.components)}
         environ = {key: value for key, value in self._environ.items() if key not in foreign}
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
@@ -294,8 +308,8 @@ class _Serve:
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
-    async def _until_ready(self, supervisor: Supervisor, adapters: list[Child]) -> None:
-        """Say what is ready, then start the warm spares: their imports would only slow the start down."""
+    async def _until_ready(self) -> None:
+        """Say what is ready."""
         started_s = last_told_s = time.monotonic()
         waiting = dict(self._readiness)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
@@ -312,9 +326,6 @@ class _Serve:
                     await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
-        if self._plan.spare:
-            for adapter in adapters:
-                await supervisor.start(Child(f"{adapter.name}.spare", adapter.argv, adapter.environ, adapter.grace_s))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
         """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once there is room."""
@@ -337,11 +348,17 @@ class _Serve:
         plan = self._plan
         url = f"http://{_reachable(plan.host)}:{plan.port}"
         broker = "in process" if plan.standalone else public_url(self._environ["SIE_NATS_URL"])
+        config = public_url(self._flags.get("SIE_CONFIG_SERVICE_URL") or plan.settings.config_service_url or "")
+        token_of = "with its SIE_ADMIN_TOKEN" if plan.settings.admin_token else "needs SIE_ADMIN_TOKEN, which is not set"
+        mode = plan.settings.auth_mode
+        token = "" if mode == "none" else " -H 'Authorization: Bearer TOKEN'"
         for line in (
-            f"API     {url}  (docs: {url}/docs, status: {url}/health)",
+            f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
-            f'try     curl {url}/v1/encode/{EXAMPLE_MODEL} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
+            *([f"models  sie models list --url {config}  ({token_of})"] if config else []),
+            *([f"keys    sie keys create NAME --nats-url {broker}"] if mode == "token" else []),
+            f'try     curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
         ):
             self._say("serve", line)
 
@@ -364,7 +381,8 @@ def _command() -> list[str]:
     return [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
 
 
-def _flag(row: Row, raw: str) -> list[str]:
+def flag(row: Row, raw: str) -> list[str]:
+    """A setting as arguments of a command line."""
     if isinstance(row.default, bool):
         return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]
     return [row.flag, raw]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import click
 
 from sie_cli.options import loaded, refuse, settings_options
 from sie_config.process import prepare
+from sie_config.reload import Reload
 from sie_config.store import CatalogueStore
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.errors import SIEError
-from sie_contracts.messages import ConfigExport
-from sie_contracts.runtime.process import Stop, configure_logging
+from sie_contracts.messages import ConfigEpoch, ConfigExport
+from sie_contracts.runtime.process import Stop, Tasks, configure_logging
 from sie_contracts.runtime.process import run as run_process
 from sie_contracts.settings import SettingError, Settings
 
@@ -29,8 +31,8 @@ class LocalSource:
     async def export(self) -> ConfigExport:
         return await self._store.export()
 
-    async def epoch(self) -> str:
-        return await self._store.epoch()
+    async def epoch(self) -> ConfigEpoch:
+        return await self._store.told()
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -47,6 +49,8 @@ def standalone(host: str, port: int, data_dir: Path, workers: int, **values: Any
     settings = loaded(values, "standalone").settings
     configure_logging(json=settings.log_json)
     try:
+        if settings.auth_mode == "token":
+            raise SettingError("SIE_AUTH_MODE", "token keeps its keys in a broker, and --standalone has none: use static")
         raise SystemExit(run_process(lambda stop: _run(settings, stop, host, port, data_dir, workers)))
     except (SettingError, SIEError) as error:
         refuse(error)
@@ -57,7 +61,8 @@ async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: P
     from sie_sidecar.process import serve as serve_sidecar
 
     server = MemoryServer()
-    store = await prepare(settings, server.connect("sie-config"))
+    prepared = await prepare(settings, server.connect("sie-config"))
+    store = prepared.store
     workers_stop = Stop()
     sidecars = [
         asyncio.create_task(
@@ -68,16 +73,19 @@ async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: P
     ]
     for task in sidecars:
         task.add_done_callback(lambda _: stop.request())  # a worker that ends by itself ends the process
+    tasks = Tasks(logging.getLogger("sie.config"), stop.request)
+    tasks.start(Reload(store, prepared.overlay, prepared.seen).run(stop), "folder of models")
     try:
         status = await serve_gateway(settings, server.connect("sie-gateway"), LocalSource(store), stop, host=host, port=port)
     finally:
+        await tasks.cancel()
         workers_stop.request()
         ended = await asyncio.gather(*sidecars, return_exceptions=True)
     for outcome in ended:
         if isinstance(outcome, BaseException):
             raise outcome
         status = status or outcome
-    return status
+    return status or int(tasks.failed)
 
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:

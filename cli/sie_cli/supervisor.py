@@ -59,10 +59,6 @@ class Supervisor:
         self._arrange = _die_with_parent()
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    @property
-    def children(self) -> list[Child]:
-        return list(self._children)
-
     async def start(self, child: Child) -> None:
         """Start a child and keep it running until `stop`."""
         self._children.append(child)

@@ -118,11 +118,15 @@ async def _steps(broker: NatsBroker, settings: Settings) -> list[Step]:
     from sie_contracts.broker.nats.operator import look, plan, streams
     from sie_gateway.queue import work_spec
 
-    there = {str(info.config["name"]).removeprefix(_WORK) for info in await streams(broker) if str(info.config["name"]).startswith(_WORK)}
+    found = {str(info.config["name"]) for info in await streams(broker)}
+    own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
-    for pool in sorted(there | {names.pool_name("default"), settings.pool}):
+    for pool in sorted({name.removeprefix(_WORK) for name in found if name.startswith(_WORK)} | own):
+        reserved = pool not in own and f"DEAD_{pool}" not in found  # a reservation, whose dead letters are kept elsewhere
         facts = await look(broker, names.stream_name(pool))
-        steps += plan(facts, work_spec(settings, pool), float(settings.ack_wait_s))
+        steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
+        if reserved:
+            continue
         dead = names.dead_letter_stream(pool, storage="file", replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes)
         steps += plan(await look(broker, dead.name), dead, float(settings.ack_wait_s))
     return steps

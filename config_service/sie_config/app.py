@@ -1,9 +1,13 @@
-"""The config service over HTTP: what is in the catalogue, at which epoch, and all of it at once."""
+"""The config service over HTTP: reads of the catalogue, its epoch and export, and the writes that nobody else takes.
+
+    request ──► Gate ──► body, at most 1 MiB ──► Document ──► Writer ──► reply with the new revision as ETag
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import uuid
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -13,22 +17,34 @@ from prometheus_client import CollectorRegistry, Gauge
 from starlette.exceptions import HTTPException
 
 import sie_contracts
-from sie_config.store import CatalogueStore
+from sie_config.access import Gate
+from sie_config.documents import Document, read
+from sie_config.mirror import Held, bundles_of
+from sie_config.store import CatalogueStore, digest_of
+from sie_config.workers import Workers
+from sie_config.writes import Asked, Edit, Edits, Writer, profiles_of
+from sie_contracts import configs
+from sie_contracts.aliases import is_alias
 from sie_contracts.broker import BrokerError
 from sie_contracts.errors import (
+    GatewayTimeout,
     InternalFailure,
+    InvalidInput,
     MethodNotAllowed,
-    ModelNotFound,
     NotFound,
-    PermissionDenied,
+    PayloadTooLarge,
     QueueUnavailable,
     SIEError,
-    Unauthenticated,
-    envelope,
 )
-from sie_contracts.runtime.http import App, Receive, Scope, Send, probes
-from sie_contracts.settings import Secret, Settings
+from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, uuid7
+from sie_contracts.settings import Settings
 
+MOST_BODY_BYTES = 1 << 20
+BODY_S = 30.0
+MOST_KEY_CHARS = 255
+MOST_REQUEST_ID = 128
+WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
+_MODELS = "/v1/configs/models"
 _logger = logging.getLogger("sie.config")
 
 
@@ -37,9 +53,15 @@ class ConfigService:
 
     def __init__(self, settings: Settings) -> None:
         self.store: CatalogueStore | None = None
+        self.writer: Writer | None = None
+        self.workers = Workers(WORKER_TIMEOUT_S)
+        self.gate = Gate(settings)
         self.registry = CollectorRegistry()
         self.models = Gauge("sie_config_models", "Models in the catalogue", registry=self.registry)
-        self._tokens: list[Secret] = [token for token in (settings.config_read_token, settings.admin_token) if token is not None]
+
+    def begin(self, store: CatalogueStore) -> None:
+        """The catalogue is there."""
+        self.store, self.writer = store, Writer(store)
 
     def not_ready(self) -> str | None:
         return None if self.store is not None else "the catalogue is not built"
@@ -49,71 +71,234 @@ class ConfigService:
             raise QueueUnavailable("the catalogue is not built yet: no broker")
         return self.store
 
-    def guard(self, request: Request) -> None:
-        """Let in the read token and the admin token, and nobody where neither is configured."""
-        if not self._tokens:
-            raise PermissionDenied("neither SIE_CONFIG_READ_TOKEN nor SIE_ADMIN_TOKEN is configured, so nobody may read this")
-        given = request.headers.get("authorization", "")
-        token = (given[7:] if given[:7].lower() == "bearer " else given).strip()
-        if not any([known.matches(token) for known in self._tokens]):  # noqa: C419  all are compared, whatever matches
-            raise Unauthenticated("a bearer token is needed: SIE_CONFIG_READ_TOKEN or SIE_ADMIN_TOKEN")
+    async def edits(self) -> Edits:
+        store = self.require()
+        return Edits(store, await store.bundles())
+
+    async def write(
+        self, request: Request, operation: str, model: str, edit: Edit, body: bytes, profiles: Collection[str] | None = None
+    ) -> Response:
+        """Do one write and answer it."""
+        self.require()
+        assert self.writer is not None
+        answered = await self.writer.write(Asked(
+            operation, model, edit, digest_of(operation.encode(), model.encode(), body), _key(request), _if_match(request),
+            _flag(request, "dry_run"), profiles, _flag(request, "force"),
+        ))  # fmt: skip
+        status = 201 if answered.created and not answered.replayed else 200
+        return _json(answered.body, {"ETag": f'"{answered.body["revision"]}"'}, status)
 
 
 def create_app(service: ConfigService) -> App:
     app = FastAPI(title="SIE config service", version=sie_contracts.__version__, redoc_url=None, redirect_slashes=False)
-
-    @app.get("/v1/configs/models", summary="All models")
-    async def models() -> Response:
-        found = await service.require().models()
-        return _json({
-            "models": [
-                {"model_id": model, "profiles": ["default", *stored.entry.get("profiles", {})], "source": stored.source}
-                for model, (stored, _) in sorted(found.items())
-            ]
-        })  # fmt: skip
-
-    @app.get("/v1/configs/models/{model:path}", summary="One model")
-    async def model(model: str) -> Response:
-        found = (await service.require().models()).get(model)
-        if found is None:
-            raise ModelNotFound(f"no model named {model[:200]!r}", param="model")
-        stored, revision = found
-        return _json(stored.entry, {"ETag": f'"{revision}"'})
-
-    @app.get("/v1/configs/epoch", summary="The epoch: equal epochs are equal catalogues")
-    async def epoch(request: Request) -> Response:
-        service.guard(request)
-        return _json({"epoch": await service.require().epoch()})
-
-    @app.get("/v1/configs/export", summary="The whole catalogue at one epoch")
-    async def export(request: Request) -> Response:
-        service.guard(request)
-        exported = await service.require().export()
-        service.models.set(len(exported.models))
-        return _json(exported)
-
-    async def on_error(request: Request, error: Exception) -> Response:
-        call_id = str(uuid.uuid4())
-        if isinstance(error, HTTPException):
-            error = MethodNotAllowed("not here") if error.status_code == 405 else NotFound("no such path")
-        elif isinstance(error, BrokerError):
-            error = QueueUnavailable("the broker could not be reached")
-        if not isinstance(error, SIEError):
-            _logger.error("request %s failed", call_id, exc_info=error)
-            error = InternalFailure("the config service failed; its log has the details under this request id")
-        headers = {"Retry-After": str(max(1, error.retry_after_s))} if error.retryable else {}
-        return _json(envelope(error, call_id), headers, error.status)
-
+    _reads(app, service)
+    _writes(app, service)
     for kind in (SIEError, BrokerError, HTTPException, Exception):
-        app.add_exception_handler(kind, on_error)
+        app.add_exception_handler(kind, _on_error)
     inner = probes(service.not_ready, service.registry)
 
     async def edge(scope: Scope, receive: Receive, send: Send) -> None:
-        own = scope["type"] == "http" and not scope["path"].startswith(("/v1/", "/docs", "/openapi.json"))
-        await (inner if own else app)(scope, receive, send)
+        if scope["type"] != "http":
+            return
+        if not scope["path"].startswith(("/v1/", "/docs", "/openapi.json")):
+            await inner(scope, receive, send)
+            return
+        request_id = scope["sie.request_id"] = uuid7()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get("x-request-id", "")
+        client_id = given if 0 < len(given) <= MOST_REQUEST_ID and given.isascii() and given.isprintable() else request_id
+        begun = False
+
+        async def tagged(message: Any) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                own = {"x-sie-request-id": request_id, "x-request-id": client_id, "x-sie-version": sie_contracts.__version__}
+                message["headers"] = [*message.get("headers", ()), *((name.encode(), value.encode()) for name, value in own.items())]
+            await send(message)
+
+        try:
+            path = scope["path"]
+            if path.startswith("/v1/"):
+                service.gate.check(scope["method"], path, headers.get("authorization", ""))
+                if ".." in path.split("/"):
+                    raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
+            await app({**scope, "path": path.removesuffix("/")}, receive, tagged)  # one final slash says nothing
+        except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
+            if not begun:
+                await _answer_to(error, request_id)(scope, receive, tagged)
 
     return edge
 
 
+def _reads(app: FastAPI, service: ConfigService) -> None:
+    @app.get(_MODELS, summary="All models")
+    async def models() -> Response:
+        found = (await service.require().snapshot()).live
+        return _json({"models": [
+            configs.listed(model, stored.entry or {}, stored.source) for model, stored in sorted(found.items())
+        ]})  # fmt: skip
+
+    @app.get(_MODELS + "/{model:path}/history", summary="The revisions of a model, newest first")
+    async def history(model: str) -> Response:
+        revisions = await service.require().history(model)
+        if not revisions:
+            raise await service.require().not_found(model)
+        told = [{"revision": each.revision, "created_at": each.created_at, "operation": each.operation} for each in revisions]
+        return _json({"model_id": model, "revisions": told})
+
+    @app.get(_MODELS + "/{model:path}/status", summary="Which gateways and workers serve which revision of a model")
+    async def status(model: str) -> Response:
+        store = service.require()
+        read = await store.snapshot()
+        held = read.held.get(model, Held())
+        if held.stored is None or held.entry is None:
+            raise await store.not_found(model)
+        bundles = None if is_alias(held.entry) else {
+            bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of(bundle))
+            for bundle in bundles_of(read.bundles, held.entry)
+        }  # fmt: skip
+        since = f"{read.created}:{held.written}"
+        return _json(configs.model_status(
+            model, held.revision, read.epoch, since, bundles, service.workers.gateways(), await store.revisions_at(model),
+            held.stored.source,
+        ))  # fmt: skip
+
+    @app.get(_MODELS + "/{model:path}", summary="One model")
+    async def model(model: str, request: Request) -> Response:
+        held = await service.require().held(model)
+        if held.entry is None:
+            raise await service.require().not_found(model)
+        return _document(request, held.entry, configs.JSON, {"ETag": f'"{held.revision}"'})
+
+    @app.get("/v1/configs/bundles", summary="All bundles")
+    async def bundles() -> Response:
+        return _json(configs.bundle_list(await service.require().bundles()))
+
+    @app.get("/v1/configs/bundles/{bundle:path}", summary="One bundle")
+    async def bundle(bundle: str, request: Request) -> Response:
+        return _document(request, configs.bundle_of(await service.require().bundles(), bundle), configs.YAML)
+
+    @app.post("/v1/configs/resolve", summary="What a model's name means")
+    async def resolve(request: Request) -> Response:
+        body = await _body(request)
+        return _json(configs.resolution(await service.require().catalogue(), body))
+
+    @app.get("/v1/configs/epoch", summary="The epoch: equal epochs are equal catalogues")
+    async def epoch() -> Response:
+        return _json(msgspec.to_builtins(await service.require().told()))
+
+    @app.get("/v1/configs/export", summary="The whole catalogue at one epoch")
+    async def export() -> Response:
+        exported = await service.require().exported()
+        service.models.set(len((await service.require().snapshot()).live))
+        return Response(exported, media_type=configs.JSON)
+
+
+def _writes(app: FastAPI, service: ConfigService) -> None:
+    async def document(request: Request) -> tuple[Document, bytes]:
+        body = await _body(request)
+        return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body  # a large YAML takes seconds
+
+    @app.post(_MODELS, summary="Add a model, or profiles to one", status_code=201)
+    async def create(request: Request) -> Response:
+        given, body = await document(request)
+        edits = await service.edits()
+        wanted = edits.entry(given.value, given)
+        return await service.write(request, "create", wanted["id"], edits.create(wanted), body, profiles_of(wanted))
+
+    @app.post(_MODELS + "/{model:path}/rollback", summary="Make a former revision the newest again")
+    async def rollback(model: str, request: Request) -> Response:
+        given, body = await document(request)
+        return await service.write(request, "rollback", model, (await service.edits()).rollback(model, given), body)
+
+    @app.put(_MODELS + "/{model:path}", summary="Replace a model")
+    async def put(model: str, request: Request) -> Response:
+        given, body = await document(request)
+        return await service.write(request, "put", model, (await service.edits()).put(model, given), body)
+
+    @app.patch(_MODELS + "/{model:path}", summary="Change a model by a JSON merge patch")
+    async def patch(model: str, request: Request) -> Response:
+        given, body = await document(request)
+        return await service.write(request, "patch", model, (await service.edits()).patch(model, given), body)
+
+    @app.delete(_MODELS + "/{model:path}", summary="Remove a model")
+    async def delete(model: str, request: Request) -> Response:
+        return await service.write(request, "delete", model, (await service.edits()).delete(model), b"")
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises PayloadTooLarge, GatewayTimeout."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MOST_BODY_BYTES:
+                    message = f"body: expected at most {MOST_BODY_BYTES} bytes, got more; the configuration of a model has some thousand"
+                    raise PayloadTooLarge(message, param="body", extras={"limit": MOST_BODY_BYTES})
+    except TimeoutError:
+        raise GatewayTimeout(f"the body was not complete within {BODY_S:g} s", param="body") from None
+    return bytes(data)
+
+
+def _key(request: Request) -> str:
+    given = request.headers.get("idempotency-key", "")
+    if len(given) > MOST_KEY_CHARS:
+        message = f"Idempotency-Key: expected at most {MOST_KEY_CHARS} characters, got {len(given)}"
+        raise InvalidInput(message, reason="schema", param="Idempotency-Key")
+    return given
+
+
+def _if_match(request: Request) -> int | None:
+    given = request.headers.get("if-match")
+    if given is None:
+        return None
+    text = given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')  # a proxy that compresses makes an ETag a weak one
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {given[:60]!r}"
+        raise InvalidInput(message, reason="schema", param="If-Match")
+    return int(text)
+
+
+def _flag(request: Request, name: str) -> bool:
+    given = request.query_params.get(name, "false")
+    if given not in ("true", "false"):
+        raise InvalidInput(f"{name}: expected true or false, got {given[:60]!r}", reason="schema", param=name)
+    return given == "true"
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _answer_to(error, request.scope["sie.request_id"])
+
+
+def _answer_to(error: Exception, request_id: str) -> Response:
+    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as INTERNAL_ERROR."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        allowed = headers.get("Allow", headers.get("allow", "another one"))
+        is_method = error.status_code == 405
+        error = MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; /docs lists all")
+    elif isinstance(error, BrokerError):
+        _logger.warning("request %s: %s", request_id, error)
+        error = QueueUnavailable("the broker could not be reached")
+    if not isinstance(error, SIEError):
+        _logger.error("request %s failed", request_id, exc_info=error)
+        error = InternalFailure("the config service failed; its log has the details under this request id")
+    headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
+    if error.retryable:
+        headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    status, body = configs.config_shape(error, request_id, None)
+    return _json(body, headers, status)
+
+
+def _document(request: Request, document: Any, default: str, headers: dict[str, str] | None = None) -> Response:
+    content_type = configs.negotiated(request.headers.get("accept", ""), default)
+    return Response(configs.rendered(document, content_type), 200, headers, media_type=content_type)
+
+
 def _json(body: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    return Response(configs.rendered(body, configs.JSON), status, headers, media_type=configs.JSON)

@@ -1,28 +1,52 @@
-"""The config service process: connect, seed the catalogue, serve it."""
+"""The config service process: connect, seed the catalogue, serve it, follow the folder of models."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from sie_config.app import ConfigService, create_app
-from sie_config.store import CatalogueStore, open_store, wanted_models
+from sie_config.overlay import Overlay, Signature
+from sie_config.reload import Reload, tell_broken, warn_of_others
+from sie_config.store import CatalogueStore, open_store
 from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.errors import NotReady, ValidationFailed
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.http import HttpServer
-from sie_contracts.runtime.process import Stop, retry
-from sie_contracts.settings import Settings
+from sie_contracts.runtime.keys import Keys
+from sie_contracts.runtime.process import Stop, Tasks, retry
+from sie_contracts.settings import SettingError, Settings
 
 _logger = logging.getLogger("sie.config")
 
 
-async def prepare(settings: Settings, broker: Broker) -> CatalogueStore:
-    """Open the store and bring it up to what the folders say. Raises SettingError, ValidationFailed, BrokerError."""
-    wanted = wanted_models(settings)
+@dataclass(frozen=True)
+class Prepared:
+    """The seeded catalogue, and the folder that it was seeded from as it was then."""
+
+    store: CatalogueStore
+    overlay: Overlay
+    seen: Signature
+
+
+async def prepare(settings: Settings, broker: Broker) -> Prepared:
+    """Open the store and bring it up to what the folders say. Raises SettingError, BrokerError."""
+    overlay = Overlay(settings)
+    try:
+        seen = await asyncio.to_thread(overlay.look)
+        folders = await asyncio.to_thread(overlay.folders)
+    except (ValidationFailed, OSError) as error:
+        raise SettingError("SIE_MODELS_DIR", f"{overlay.name}: {error}") from error
     store = await open_store(broker, settings)
-    changes = await store.seed(wanted)
-    _logger.info("the catalogue holds %d models, %d changed at start", len(wanted), changes)
-    return store
+    await store.seed_bundles(folders.bundles)
+    changes = await store.seed(folders.models)
+    read = await store.snapshot()
+    warn_of_others(folders, read)
+    tell_broken(read, await store.alias_index(), changes)
+    _logger.info("the catalogue holds %d models, %d changed at start", len(folders.models), len(changes))
+    return Prepared(store, overlay, seen)
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listening: Callable[[int], None] | None = None) -> int:
@@ -33,13 +57,25 @@ async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listen
     _logger.info("config service listening on %s:%d", host, server.port)
     if on_listening is not None:
         on_listening(server.port)
+    tasks = Tasks(_logger, stop.request)
     try:
         async with connected(settings.nats_url, "sie-config", stop) as broker:
             if broker is not None:
-                service.store = await retry(
-                    lambda: prepare(settings, broker), errors=(BrokerError,), stop=stop, logger=_logger, what="seeding the catalogue"
-                )
+                await service.workers.follow(broker)
+                if settings.auth_mode == "token":
+                    service.gate.keys = Keys(broker, settings.stream_replicas)
+                    tasks.start(service.gate.keys.run(stop), "keys")
+                prepared = await retry(
+                    lambda: prepare(settings, broker), errors=(BrokerError, NotReady), stop=stop, logger=_logger,
+                    what="seeding the catalogue",
+                )  # fmt: skip
+                if prepared is not None:
+                    service.begin(prepared.store)
+                    reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers)
+                    tasks.start(reload.run(stop), "folder of models")
             await stop.wait()
+            await tasks.cancel()
     finally:
+        await tasks.cancel()
         await server.stop()
-    return 0
+    return 1 if tasks.failed else 0

@@ -6,6 +6,7 @@ Only the dtypes listed here pass in either direction; object and structured arra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ EMITTED = frozenset({"<f4", "<f2", "<i4", "|i1", "|u1"})
 ACCEPTED = EMITTED | {"<f8", "<i2", "<i8", "<u4", "<u8", "<u2", "|b1"}
 NUMPY_EXT = 78  # ord("N"): the payload is `dtype|shape|raw bytes`
 _EXT_ACCEPTED = frozenset({"<f4", "<i4"})
+VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
@@ -25,7 +27,16 @@ def pack(array: Array) -> dict[bytes, Any]:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} does not travel; allowed: {', '.join(sorted(EMITTED))}")
-    return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": little.tobytes()}
+    # the encoder copies what it is given; a view of a small array costs more than a second copy of it
+    data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
+    return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
+
+
+def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
+    """The map of an array whose bytes lie there already, C order and little endian. Raises ValueError as `pack` does."""
+    if dtype not in EMITTED:
+        raise ValueError(f"dtype {dtype} does not travel; allowed: {', '.join(sorted(EMITTED))}")
+    return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
 
 
 def unpack(value: Any) -> Any:
@@ -70,6 +81,40 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+
+
+def multivector(value: Any) -> NDArray[np.float32]:
+    """A client's token matrix as float32 [rows, width]: an array, its map, or nested lists. Raises ValueError with what does not fit."""
+    array = unpack(value)
+    if isinstance(array, list):
+        array = _nested(array)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+        got = array.dtype.name if isinstance(array, np.ndarray) else type(array).__name__
+        raise ValueError(f"expected a matrix of numbers, got {got}")
+    if array.ndim != 2 or not array.shape[1]:
+        raise ValueError(f"expected a matrix [rows, width], got the shape {list(array.shape)}")
+    with np.errstate(over="ignore"):  # said below
+        narrow = np.ascontiguousarray(array, dtype=np.float32)
+    if not np.isfinite(narrow).all():
+        raise ValueError("expected finite numbers of float32, got NaN, infinity or more")
+    return narrow
+
+
+def _nested(rows: list[Any]) -> Array:
+    """Lists of numbers as float64; a row of another length, a string or a boolean is refused."""
+    width = len(rows[0]) if rows and isinstance(rows[0], list) else 0
+    for index, row in enumerate(rows):
+        if not isinstance(row, list):
+            raise ValueError(f"expected rows of numbers, got {type(row).__name__} in place of row {index}")
+        if len(row) != width:
+            raise ValueError(f"expected rows of equal length, got {width} and {len(row)} (row {index})")
+        if not set(map(type, row)) <= {float, int}:
+            wrong = next(type(number).__name__ for number in row if type(number) not in (float, int))
+            raise ValueError(f"expected numbers, got {wrong} in row {index}")
+    try:
+        return np.array(rows, np.float64).reshape(len(rows), width)
+    except OverflowError as error:
+        raise ValueError("expected numbers of float64, got a larger one") from error
 
 
 def ext_hook(code: int, data: memoryview) -> Any:

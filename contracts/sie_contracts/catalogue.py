@@ -1,6 +1,7 @@
 """What can be served: models, profiles, bundles, and the one resolution of their names.
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
+                                                   └ an alias: by the target of the request's key
 
 Pure functions of immutable data: resolving for one request never changes what another one gets. What a request's parameters mean for a
 resolved model is in `options`.
@@ -8,22 +9,31 @@ resolved model is in `options`.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from sie_contracts import bundles as bundling
+from sie_contracts import muvera
+from sie_contracts.aliases import Alias, choose, is_alias, parse_alias
+from sie_contracts.bundles import Bundle
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
+from sie_contracts.names import Names
 
 Precision = Literal["float32", "float16", "bfloat16"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
 VECTORS = ("dense", "sparse", "multivector")
+_LISTED = {"dense": "", "sparse": "", "multivector": "", "score": "score", "json": "extract"}  # outputs as clients know them, by their task
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
+_NEED_LABELS = frozenset({"zero-shot-classifier", "gliner", "gliclass"})
+
+_Value = TypeVar("_Value")
 
 MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
@@ -118,6 +128,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     `prompts`: `query` and `document` templates with a literal `{text}` (and `{instruction}`), and `default_instruction`. `pair` is the
     template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`: its pieces are tokenised one by one.
+    `bundle`: the only one that may serve the model; without one, whichever has its family.
+    `openai_token_encoding` says whose token ids an OpenAI request has: some clients send those of a vocabulary of OpenAI's.
     `unproven` says why the model's numbers could not be compared with those of its public oracle.
     """
 
@@ -126,7 +138,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     family: str
     outputs: dict[str, int]
     max_tokens: int
-    bundle: str = "default"
+    bundle: str = ""
     inputs: tuple[str, ...] = ("text",)
     prompts: dict[str, str] = {}
     pair: tuple[str, ...] = ()
@@ -135,6 +147,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     run: RunDefaults = RunDefaults()
     profiles: dict[str, Profile] = {}
     golden: str = ""
+    openai_token_encoding: Literal["model", "cl100k_base", "o200k_base"] = "model"  # noqa: S105
     unproven: str = ""
     description: str = ""
     license: str = ""
@@ -152,12 +165,19 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
-class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A dependency set with its own worker image. Without a prefix a model goes to its bundle; the lowest priority number wins."""
+# Else msgspec would learn the types of the fields at the first conversion, and two threads that begin theirs at once end the process with
+# SIGSEGV (0.22): an adapter converts the entries of all models that it is to load at once.
+msgspec.json.Decoder(ModelEntry)
 
-    id: str
-    priority: int = 0
-    description: str = ""
+
+def needs_labels(entry: ModelEntry) -> bool:
+    """Whether a request must say what an extraction looks for."""
+    return entry.family in _NEED_LABELS
+
+
+def classifies(entry: ModelEntry) -> bool:
+    """Whether the model has classes of its own, all of which it scores."""
+    return "classifications" in entry.outputs and not needs_labels(entry)
 
 
 def parse_entry(raw: object) -> ModelEntry:
@@ -168,8 +188,7 @@ def parse_entry(raw: object) -> ModelEntry:
         entry = msgspec.convert(raw, ModelEntry)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
-    if not MODEL_ID.fullmatch(entry.id) or ".." in entry.id or entry.id.endswith(_RESERVED_SUFFIXES):
-        raise _invalid(f"id {entry.id!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
+    _check_id(entry.id)
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
         raise _invalid("one of hub, package, path is needed - at `$.weights`")
     if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
@@ -189,6 +208,20 @@ def parse_entry(raw: object) -> ModelEntry:
     if entry.pair and not all(sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")):
         raise _invalid("the pieces need {query} and {document}, once each - at `$.pair`")
     return entry
+
+
+def parse_document(raw: object) -> ModelEntry | Alias:
+    """A checked document of the catalogue: a model's, or an alias. Raises ValidationFailed with `errors` naming the path."""
+    if not is_alias(raw):
+        return parse_entry(raw)
+    alias = parse_alias(raw)
+    _check_id(alias.id)
+    return alias
+
+
+def _check_id(model: str) -> None:
+    if not MODEL_ID.fullmatch(model) or ".." in model or model.endswith(_RESERVED_SUFFIXES):
+        raise _invalid(f"id {model!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
 
 
 def _invalid(message: str) -> ValidationFailed:
@@ -213,10 +246,26 @@ class Resolved:
     load: LoadOptions
     residency: str
     requested: str  # as the client wrote it, less the bundle prefix: what replies echo
+    alias: str = ""  # the name that stood for the model
+    bundles: tuple[str, ...] = ()  # that may serve it, the preferred one first
+
+    @property
+    def bundle(self) -> str:
+        return self.bundles[0] if self.bundles else self.entry.bundle or bundling.DEFAULT
 
     @property
     def canonical(self) -> str:
         return self.entry.id if self.profile == "default" else f"{self.entry.id}:{self.profile}"
+
+    @property
+    def numbers(self) -> str:
+        """Equal where two entries make the same of a text on the same device, whatever they are called; empty where that is not known."""
+        weights = self.entry.weights
+        if weights.path:  # what is in a folder its digests alone tell
+            weights = msgspec.structs.replace(weights, revision="", package="")
+        if not (weights.revision or weights.package or weights.digests):
+            return ""
+        return fingerprint(msgspec.structs.replace(self.entry, id="", weights=weights, run=self.run), self.load, "")
 
 
 @dataclass(frozen=True)
@@ -227,34 +276,57 @@ class Catalogue:
     revisions: Mapping[str, int] = field(default_factory=dict)
     bundles: Mapping[str, Bundle] = field(default_factory=dict)
     epoch: str = ""
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    written: Mapping[str, int] = field(default_factory=dict)  # the number in its epoch of the write that made each revision
 
-    def with_model(self, model: str, entry: ModelEntry | None, revision: int, epoch: str) -> Catalogue:
+    @classmethod
+    def of(
+        cls, documents: Mapping[str, ModelEntry | Alias], revisions: Mapping[str, int], bundles: Mapping[str, Bundle], epoch: str,
+        written: Mapping[str, int] | None = None,
+    ) -> Catalogue:
+        """A snapshot of documents by id."""
+        entries = {name: found for name, found in documents.items() if isinstance(found, ModelEntry)}
+        aliases = {name: found for name, found in documents.items() if isinstance(found, Alias)}
+        return cls(entries, revisions, bundles, epoch, aliases, written or {})
+
+    def with_model(self, model: str, entry: ModelEntry | Alias | None, revision: int, epoch: str) -> Catalogue:
         """A new snapshot with one write applied."""
-        entries, revisions = dict(self.entries), dict(self.revisions)
-        entries.pop(model, None)
-        revisions.pop(model, None)
-        if entry is not None:
-            entries[model], revisions[model] = entry, revision
-        return Catalogue(entries, revisions, self.bundles, epoch)
+        number = epoch.rpartition(":")[2]
+        new = Catalogue(
+            _with(self.entries, model, entry if isinstance(entry, ModelEntry) else None),
+            _with(self.revisions, model, None if entry is None else revision), self.bundles, epoch,
+            _with(self.aliases, model, entry if isinstance(entry, Alias) else None),
+            _with(self.written, model, int(number) if entry is not None and number.isdecimal() else None),
+        )  # fmt: skip
+        if (model in self.entries or model in self.aliases) is (entry is not None):
+            new.__dict__["_names"] = self._names
+        return new
+
+    def at(self, epoch: str) -> Catalogue:
+        """The same at a later epoch."""
+        new = replace(self, epoch=epoch)
+        new.__dict__["_names"] = self._names
+        return new
+
+    def since(self, model: str) -> str:
+        """The epoch from which on the catalogue has the present revision of a model; that of the snapshot where it is not known."""
+        number = self.written.get(model)
+        return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return Names((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
         """By id: exact, else the only one that differs in case alone."""
-        if entry := self.entries.get(name):
-            return entry
-        folded = name.casefold()
-        same = [entry for model, entry in self.entries.items() if model.casefold() == folded]
-        return same[0] if len(same) == 1 else None
+        return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, count: int = 3) -> list[str]:
         """The ids most like `name`, best first; a name without its organisation is enough."""
-        folded = {model.casefold(): model for model in self.entries}
-        tails = {model.rpartition("/")[2]: model for model in folded}
-        hits = difflib.get_close_matches(name.casefold()[:256], list(folded), count, 0.5)
-        hits += [tails[tail] for tail in difflib.get_close_matches(name.casefold()[:256].rpartition("/")[2], list(tails), count, 0.6)]
-        return [folded[hit] for hit in dict.fromkeys(hits)][:count]
+        return self._names.near(name, count)
 
-    def resolve(self, spec: str) -> Resolved:
-        """Resolve `[bundle:/]model[@revision][:profile]`. Raises ModelNotFound, BundleConflict."""
+    def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
+        """Resolve `[bundle:/]model[@revision][:profile]`, if to `follow` an alias by `key`. Raises ModelNotFound, BundleConflict."""
         bundle, separator, rest = spec.partition(":/")
         if not separator:
             bundle, rest = "", spec
@@ -262,13 +334,52 @@ class Catalogue:
         if entry is None and ":" in rest:
             name, _, profile = rest.rpartition(":")
             entry = self._match(name)
+        if entry is None and follow and self.aliases and (target := self._through_alias(rest, key)) is not None:
+            return self._in_bundle(target, bundle)
         if entry is None:
             raise self._unknown(rest)
-        if bundle and bundle != entry.bundle:
-            raise BundleConflict(
-                f"bundle {bundle[:100]!r} does not serve {entry.id}", param="model", extras={"compatible_bundles": [entry.bundle]}
-            )
-        return self.resolve_profile(entry, profile, rest)
+        return self._in_bundle(self.resolve_profile(entry, profile, rest), bundle)
+
+    def bundles_of(self, entry: ModelEntry) -> tuple[str, ...]:
+        """The bundles that can serve a model, the preferred one first."""
+        return bundling.serving(self.bundles, entry.family, entry.bundle)
+
+    def _in_bundle(self, resolved: Resolved, wanted: str) -> Resolved:
+        """Served by the `wanted` bundle, or by any that can. Raises BundleConflict."""
+        if resolved.bundles and not wanted:
+            return resolved
+        entry, able = resolved.entry, self.bundles_of(resolved.entry)
+        if not able or (wanted and wanted not in able):
+            why = "" if able else bundling.lacking(self.bundles, entry.family, entry.bundle)[1]
+            raise bundling.conflict(entry.id, able, wanted, why)
+        return replace(resolved, bundles=(wanted,) if wanted else able)
+
+    def find_alias(self, name: str) -> Alias | None:
+        """By id: exact, else the only one that differs in case alone."""
+        return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
+
+    def _through_alias(self, rest: str, key: str) -> Resolved | None:
+        """`alias[@revision][:profile]`, None where it names no alias. What is asked beside the alias must be what its target is, or, where
+        the target names no profile, one of its profiles. Raises ModelNotFound."""
+        name, _, profile = rest.partition(":")
+        name, _, revision = name.partition("@")
+        alias = self.find_alias(name)
+        if alias is None:
+            return None
+        target = choose(alias, key)
+        try:
+            resolved = self.resolve(target.model, follow=False)
+        except (ModelNotFound, BundleConflict) as error:
+            error.message = f"{alias.id} is an alias of {target.model}: {error.message}"
+            raise
+        if revision and revision != resolved.entry.revision:
+            raise _no_revision(resolved.entry, revision)
+        if profile not in ("", "default", resolved.profile):
+            if resolved.profile != "default":
+                message = f"{alias.id} is an alias of {resolved.canonical}, which names its profile: name the model for another one"
+                raise ModelNotFound(message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]})
+            resolved = replace(self.resolve_profile(resolved.entry, profile, rest), bundles=resolved.bundles)
+        return replace(resolved, requested=rest, alias=alias.id)
 
     def _match(self, name: str) -> ModelEntry | None:
         """The entry of `model[@revision]`, None also if it has another revision."""
@@ -280,12 +391,7 @@ class Catalogue:
         model, at, revision = rest.partition("@")
         entry = self.find(model)
         if entry is not None and at:
-            return ModelNotFound(
-                f"{entry.id} has no revision {revision[:100]!r}",
-                reason="revision_not_found",
-                param="model",
-                extras={"revisions": [entry.revision]},
-            )
+            return _no_revision(entry, revision)
         return ModelNotFound(f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(model.split(":")[0])})
 
     @staticmethod
@@ -303,6 +409,23 @@ class Catalogue:
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
+
+
+def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
+    """The map with another value for a key, None to leave it out; the map itself where that is no change."""
+    if value is None and key not in mapping:
+        return mapping
+    new = dict(mapping)
+    if value is None:
+        del new[key]
+    else:
+        new[key] = value
+    return new
+
+
+def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
+    message = f"{entry.id} has no revision {revision[:100]!r}"
+    return ModelNotFound(message, reason="revision_not_found", param="model", extras={"revisions": [entry.revision]})
 
 
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
@@ -330,6 +453,20 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
         return base
     given = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
     return msgspec.structs.replace(base, **{name: value for name, value in given if value or (name == "causal" and value is not None)})
+
+
+def listed_outputs(entry: ModelEntry) -> list[str]:
+    """The outputs of a model as clients know them, in their order: whoever scores has `score`, whoever extracts `json`."""
+    return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
+
+
+def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
+    """The width of each vector; of a profile with MUVERA that of its result."""
+    found = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
+    if run.muvera and "multivector" in found:
+        own = run.muvera if isinstance(run.muvera, dict) else {}
+        found["dense"] = muvera.parse({**entry.head.muvera, **own} or True, None, "muvera").width(found["multivector"])
+    return found
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:

@@ -4,14 +4,18 @@ SIEError
 ├── InvalidInput             400  INVALID_INPUT            the request can never succeed as written
 ├── Unauthenticated          401  UNAUTHENTICATED
 ├── PermissionDenied         403  PERMISSION_DENIED
+├── PoolOperationForbidden   403  POOL_OPERATION_FORBIDDEN
 ├── ModelNotFound            404  MODEL_NOT_FOUND
 ├── PoolNotFound             404  POOL_NOT_FOUND
 ├── NotFound                 404  NOT_FOUND
 ├── MethodNotAllowed         405  METHOD_NOT_ALLOWED
 ├── BundleConflict           409  BUNDLE_CONFLICT
+├── PoolConflict             409  POOL_CONFLICT
 ├── ContentConflict          409  CONTENT_CONFLICT
 ├── PayloadTooLarge          413  PAYLOAD_TOO_LARGE
 ├── ValidationFailed         422  VALIDATION_ERROR
+├── IdempotencyMismatch      422  IDEMPOTENCY_MISMATCH
+├── RateLimited              429  RATE_LIMITED             a key's quota, never the cluster's capacity; retryable
 ├── InferenceFailed          500  INFERENCE_ERROR
 ├── InternalFailure          500  INTERNAL_ERROR
 ├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
@@ -89,54 +93,104 @@ class SIEError(Exception):
 
 
 class InvalidInput(SIEError):
+    """The body, a parameter, a header or a file is not what is expected, or not what the model can do: `reason` and `param` say which."""
+
     code, status = "INVALID_INPUT", 400
 
 
 class Unauthenticated(SIEError):
+    """The token is missing or not known."""
+
     code, status = "UNAUTHENTICATED", 401
 
 
 class PermissionDenied(SIEError):
+    """The token lacks the scope, or no admin token is configured for what only an admin may do."""
+
     code, status = "PERMISSION_DENIED", 403
 
 
+class PoolOperationForbidden(SIEError):
+    """A limit of reservations is reached, or the pool is no reservation."""
+
+    code, status = "POOL_OPERATION_FORBIDDEN", 403
+
+
 class ModelNotFound(SIEError):
+    """No such model, profile or revision; `suggestions` has the nearest names."""
+
     code, status = "MODEL_NOT_FOUND", 404
 
 
 class PoolNotFound(SIEError):
+    """No such pool, or its lease has lapsed."""
+
     code, status = "POOL_NOT_FOUND", 404
 
 
 class NotFound(SIEError):
+    """No such path, or no such thing behind it."""
+
     code, status = "NOT_FOUND", 404
 
 
 class MethodNotAllowed(SIEError):
+    """The path does not take that method; `Allow` has those that it takes."""
+
     code, status = "METHOD_NOT_ALLOWED", 405
 
 
 class BundleConflict(SIEError):
+    """The bundle does not serve the model; `compatible_bundles` has those that do."""
+
     code, status = "BUNDLE_CONFLICT", 409
 
 
+class PoolConflict(SIEError):
+    """A pool of that name has another specification, which is in `pool`."""
+
+    code, status = "POOL_CONFLICT", 409
+
+
 class ContentConflict(SIEError):
+    """The configuration is another one by now: `revision` and `diff`."""
+
     code, status = "CONTENT_CONFLICT", 409
 
 
 class PayloadTooLarge(SIEError):
+    """The body, one input or the expected reply is larger than `limit` bytes, or costs more than a key's quota ever allows."""
+
     code, status = "PAYLOAD_TOO_LARGE", 413
 
 
 class ValidationFailed(SIEError):
+    """A configuration that cannot be used; `errors` has each fault."""
+
     code, status = "VALIDATION_ERROR", 422
 
 
+class IdempotencyMismatch(SIEError):
+    """The `Idempotency-Key` was used for another body."""
+
+    code, status = "IDEMPOTENCY_MISMATCH", 422
+
+
+class RateLimited(SIEError):
+    """The key's quota of tokens is used up; never the cluster's capacity."""
+
+    code, status, retryable, retry_after_s = "RATE_LIMITED", 429, True, 1
+
+
 class InferenceFailed(SIEError):
+    """The model could not compute the input: `reason` is `non_finite`, or `poison` for one that ended the process twice."""
+
     code, status = "INFERENCE_ERROR", 500
 
 
 class InternalFailure(SIEError):
+    """A fault of the server; its log has the details under the request id."""
+
     code, status = "INTERNAL_ERROR", 500
 
 
@@ -156,46 +210,72 @@ class AllItemsFailed(SIEError):
 
 
 class ModelLoadFailed(SIEError):
+    """The model cannot be loaded: `error_class`, `attempts`, `permanent`."""
+
     code, status = "MODEL_LOAD_FAILED", 502
 
 
 class LoraLoadFailed(SIEError):
+    """The LoRA cannot be loaded: `lora_id`."""
+
     code, status = "LORA_LOAD_FAILED", 502
 
 
 class ModelLoading(SIEError):
+    """A worker is loading the model; `estimated_wait_s`."""
+
     code, status, retryable, retry_after_s = "MODEL_LOADING", 503, True, 5
 
 
 class Provisioning(SIEError):
+    """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes for `X-SIE-SDK-Version`."""
+
     code, status, retryable, retry_after_s = "PROVISIONING", 503, True, 5
 
 
 class LoraLoading(SIEError):
+    """The LoRA is being loaded: `lora_id`."""
+
     code, status, retryable, retry_after_s = "LORA_LOADING", 503, True, 1
 
 
 class ResourceExhausted(SIEError):
+    """The device had no memory for the input, also alone in its batch."""
+
     code, status, retryable, retry_after_s = "RESOURCE_EXHAUSTED", 503, True, 5
 
 
 class QueueFull(SIEError):
+    """More work waits than would be done within the budget; `queue_depth`."""
+
     code, status, retryable, retry_after_s = "QUEUE_FULL", 503, True, 1
 
 
 class QueueUnavailable(SIEError):
+    """The broker, or the store of large inputs, could not be reached."""
+
     code, status, retryable, retry_after_s = "QUEUE_UNAVAILABLE", 503, True, 2
 
 
+CONFIG_CHANGED = "config_changed"
+
+
 class NotReady(SIEError):
+    """The process has not read its catalogue or its keys yet, or what it needs is not set up. With reason `config_changed`: gateway and
+    worker did not come to know the same entry of the model in time."""
+
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
 
 
 class ShuttingDown(SIEError):
+    """This gateway is leaving; another one takes the request."""
+
     code, status, retryable, retry_after_s = "SHUTTING_DOWN", 503, True, 1
 
 
 class GatewayTimeout(SIEError):
+    """The budget of the request was over, wherever its work was then."""
+
     code, status, retryable, retry_after_s = "GATEWAY_TIMEOUT", 504, True, 5
 
 
@@ -205,7 +285,17 @@ def catalogue() -> list[type[SIEError]]:
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_TEI_TYPES = {413: "validation", 422: "validation", 429: "overloaded", 503: "overloaded"}
+
+
+def tei_type(error: SIEError) -> str:
+    """The name that Text Embeddings Inference has for an error of this kind."""
+    if isinstance(error, QueueFull | ResourceExhausted | RateLimited):
+        return "Overloaded"
+    if error.retryable and error.status == 503:
+        return "Unhealthy"
+    if error.status >= 500 or error.reason in ("unsupported_task", "unsupported_output"):
+        return "Backend"
+    return {"empty_items": "Empty", "bad_token_id": "Tokenizer"}.get(error.reason, "Validation")
 
 
 def envelope(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -217,8 +307,7 @@ def envelope(error: SIEError, request_id: str, errors: list[dict[str, Any]] | No
     }
     if error.reason:
         inner["reason"] = error.reason
-    tei = _TEI_TYPES.get(error.status, "backend" if error.status >= 500 else "validation")
-    top = {"code": error.code, "message": error.message, "error_type": tei, "id": request_id}
+    top = {"code": error.code, "message": error.message, "error_type": tei_type(error), "id": request_id}
     body: dict[str, Any] = {"error": inner, "detail": inner, **top}
     if errors is not None:
         body["errors"] = errors

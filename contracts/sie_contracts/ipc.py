@@ -5,7 +5,7 @@ batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `Ensure
 connection carries the short questions, one question and one answer at a time, so that a health check never queues behind a large frame or
 a load.
 
-Token ids and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32, `types` is uint8.
+Token ids, given vectors and results travel as one block of bytes each. `lengths` and `ids` are little-endian int32, `types` is uint8.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Literal
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import Operation, Outcome, RunOptions
+from sie_contracts.messages import Fetched, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
-MAX_REQUEST_BYTES = 64 << 20  # what an adapter reads: 16 million token ids
+MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
 FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
 PROTOCOL = 2
 
@@ -100,11 +100,17 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
     spans       as text, with the texts and the place of each token in its text
     raw         the texts go as they are, the ids only count their cost
+
+    `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of multivectors that
+    may stand in the place of an input; 0: none may.
     """
 
     layout: Layout = "text"
     query: Side = Side()
     document: Side = Side()
+    tokens: bool = False
+    pairs: bool = False
+    vectors: int = 0
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -127,8 +133,10 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. `lengths`: int32 [rows], `ids`: int32 [sum of lengths], `types`: uint8 [sum of lengths] or empty, in row order.
 
     `texts` are set for the layouts raw and spans, one for each row; `offsets` for spans: int32 [sum of lengths, 2], first and end code
-    point of each token, -1 for a special one. `pooling` empty means the model's own. Two work items share a batch only if
-    model, revision, operation, pooling and LoRA are equal.
+    point of each token, -1 for a special one. `given`: int32 [rows], how many vectors of `vectors` (float32, all of one width) stand in
+    the place of a row, which then has no ids; -1 none; both empty if no row has any. `pooling` empty means the model's own. Two work items
+    share a batch only if model, revision, operation, pooling and LoRA are equal. `fingerprint`: of the loaded copy that it was made for;
+    a copy with another one refuses it as not loaded. Empty: any.
     """
 
     batch: str
@@ -143,6 +151,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     pooling: str = ""
     lora: str = ""
     traceparent: str = ""
+    given: bytes = b""
+    vectors: bytes = b""
+    fingerprint: str = ""
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -159,13 +170,15 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """`busy_s`: age of the batch that runs now, 0 when idle; a wedged device shows here.
 
-    `evicted`: what was unloaded under pressure since a Ping last named the idle models; told in answer to one that does.
+    `evicted`: what was unloaded under pressure since a Ping last named the idle models; told in answer to one that does. `fetching`: how
+    far the weights are that are on their way to this node, by the id of their entry.
     """
 
     pid: int
     busy_s: float = 0.0
     batches: int = 0
     evicted: tuple[str, ...] = ()
+    fetching: dict[str, Fetched] = {}
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -183,7 +196,24 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     certificate: dict[str, Any] = {}
 
 
+class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How often memory ran out for one model since the process started, and what was done about it."""
+
+    model: str
+    recoveries_attempted: int = 0
+    recoveries_succeeded: int = 0
+    terminal_failures: int = 0
+    cache_clears: int = 0
+    evictions_triggered: int = 0
+    batch_splits: int = 0
+
+
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The process and its device. `utilization_percent`: how busy the device is, whoever uses it; None where nothing measures it.
+
+    `threshold_percent` of its memory is where models begin to go.
+    """
+
     protocol: int
     pid: int
     device: str
@@ -193,6 +223,9 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
     models: tuple[LoadedModel, ...] = ()
+    utilization_percent: float | None = None
+    threshold_percent: float = 0.0
+    shortages: tuple[Shortages, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -219,7 +252,8 @@ class BatchStarted(msgspec.Struct, frozen=True, tag=True):
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One outcome per input, group by group; slices point into `block`, and those of consecutive inputs are consecutive.
 
-    `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host.
+    `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host, `padding` the positions that were computed
+    beside the tokens.
     """
 
     batch: str
@@ -227,6 +261,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     block: bytes
     inference_ms: float
     postprocess_ms: float = 0.0
+    padding: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -6,23 +6,65 @@ One encoded example of every message and version is kept under tests/contract/fi
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.muvera import Muvera
 
+if TYPE_CHECKING:  # most processes that read messages have no use for numpy
+    from numpy.typing import NDArray
+
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-Operation = Literal["encode", "score", "extract"]
+# tokenize and decode are answered by the sidecar, from the model's tokenizer
+Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
+TOKEN_ID_BYTES = 5  # of an id in a message, at most
+
+
+class Vectors(msgspec.Struct, frozen=True, array_like=True):
+    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. None of them is NaN or infinite."""
+
+    rows: int
+    width: int
+    data: bytes
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Vectors:
+        """From an array [rows, width]."""
+        rows, width = array.shape
+        return cls(rows, width, array.astype("<f4", copy=False).tobytes())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the data is as long as the shape says."""
+        return self.rows >= 0 and self.width > 0 and len(self.data) == 4 * self.rows * self.width
 
 
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One input of a request. Exactly the fields that the operation needs are set."""
+    """One input of a request. Exactly the fields that the operation needs are set.
+
+    `tokens`: ids of the model's own tokenizer in place of a text. `pair`: the second text of a pair that is classified. `vectors`: what the
+    model would give for the text, from which a score or a MUVERA encoding is made; where it is set the text is not read. A worker that does
+    not know them reads an empty text: workers are upgraded before gateways.
+    """
 
     text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    pair: str | None = None
+    vectors: Vectors | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in a message, at most a few bytes less."""
+        size = len(self.text.encode()) if self.text else 0
+        if self.tokens is not None:
+            size += TOKEN_ID_BYTES * len(self.tokens)
+        if self.pair:
+            size += len(self.pair.encode())
+        return size if self.vectors is None else size + len(self.vectors.data)
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,7 +72,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` that around the query it is scored against.
     `pieces` is the template of a pair for models that have one: each piece is literal text, then alternately `query` or `document` and
-    literal text. `dimensions` and `max_tokens` 0 mean the model's own. `parameters` are options of one family, JSON types intact.
+    literal text. `dimensions` and `max_tokens` 0 mean the model's own. Of a document that is scored at most `document_tokens` are read, 0:
+    as many as there is room for. `parameters` are options of one family, JSON types intact.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -52,6 +95,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: tuple[str, ...] = ()
     threshold: float | None = None
     parameters: dict[str, Any] = {}
+    document_tokens: int = 0
 
 
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
@@ -60,6 +104,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the gateway's inbox; a result
     is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
     A chunk that no message can hold has its inputs and query in the payload store under `payload`, and `count` says how many there are.
+    `endpoint` is the route's name in the worker's metrics; empty, that of the operation.
     """
 
     request: str
@@ -81,6 +126,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     query: Input | None = None
     payload: str = ""
     count: int = 0
+    endpoint: str = ""
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
@@ -101,7 +147,9 @@ class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     """A value: arrays by name, a score, or the maps of an extraction.
 
-    The names of arrays: `dense`, `multivector`, `sparse.indices`, `sparse.values`; `<name>.scale` and `<name>.offset` of integer dtypes.
+    The names of arrays: `dense`, `multivector`, `tokens` (a state of the last layer for each token), `sparse.indices`, `sparse.values`;
+    `<name>.scale` and `<name>.offset` of integer dtypes. `data` of tokenize has the lists `ids`, `texts`, `special`, `starts`, `stops`
+    (places in the UTF-8 of the prompted text, None for special tokens), of decode `text`.
     `tokens` counts special tokens and is what was run, after truncation.
     """
 
@@ -135,7 +183,10 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The batch that a chunk ran in, for `explain` and for tests of batch independence."""
+    """The batch that a chunk ran in, for `explain` and for tests of batch independence.
+
+    `padding`: positions that were computed beside the tokens. `swapped`: a model was closed to new work so that this one could be loaded.
+    """
 
     id: str = ""
     items: int = 0
@@ -143,6 +194,8 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     attention: int = 0  # sum of squared lengths
     deliveries: int = 1
+    padding: int = 0
+    swapped: bool = False
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
@@ -187,9 +240,17 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
     verdict: Literal["taken", "duplicate", "unknown", "part"]
 
 
+class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a fetch of weights is. `total_bytes` is 0 until it is known; `bytes_per_s` counts what arrived, not what was there before."""
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it, `cost_rate`
-    the tokens a second that were taken in for it lately."""
+    the tokens a second that were taken in for it lately, `fetched` how far its weights are while they come to the worker's disk."""
 
     model: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -201,6 +262,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     load_s: float = 0.0
     oldest_s: float = 0.0
     cost_rate: float = 0.0
+    fetched: Fetched | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
@@ -209,7 +271,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     `slots` is how many models of the usual size fit (0: not known), `rate` the tokens a second that its device runs while it is busy
     (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost` and
     `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has `batch_cost` tokens at most, and
-    at the adapter are `pipeline` batches at most.
+    at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from now; `own_pool` its own, of a worker that asks which
+    pool to serve (empty: it serves `pool` whatever is assigned).
     """
 
     worker: str
@@ -234,6 +297,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     credit_items: int = 0
     batch_cost: int = 0
     pipeline: int = 0
+    own_pool: str = ""
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
@@ -248,11 +312,14 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
     """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine profile.bundle.priority`.
+    `qps`: inference requests that it answered per second lately. `config_epoch`: of the catalogue that it serves by.
     """
 
     gateway: str
     leaving: bool = False
     traffic: dict[str, LaneTraffic] = {}
+    qps: float = 0.0
+    config_epoch: str = ""
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
@@ -270,6 +337,44 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
     raised_s: dict[str, float] = {}
 
 
+class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a reservation asks for: at least so many GPUs of each machine profile, and `minimum_worker_count` workers in all, of `bundle` if
+    it names one. Its lease lasts `ttl_seconds`."""
+
+    name: str
+    gpus: dict[str, int]
+    bundle: str = ""
+    minimum_worker_count: int = 0
+    ttl_seconds: int = 1200
+    gpu_caps: dict[str, int] = {}
+    pinned_models: tuple[str, ...] = ()
+
+
+class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A reservation with its lease. Times are the broker's."""
+
+    spec: PoolSpec
+    created_s: float
+    renewed_s: float
+
+    @property
+    def expires_s(self) -> float:
+        return self.renewed_s + self.spec.ttl_seconds
+
+
+class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
+    """All reservations by name, and those that have ended, and when, until their streams are removed."""
+
+    pools: dict[str, Reservation] = {}
+    ended: dict[str, float] = {}
+
+
+class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
+    """Which reservation has which worker: worker id to pool."""
+
+    workers: dict[str, str] = {}
+
+
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
     """Work that was given up, whole: `item` is the encoded WorkItem as it was delivered, so that it can be published again."""
 
@@ -284,7 +389,11 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """One committed write of the catalogue. `entry` is null for a removal. Applied only by a reader that stands at `previous`."""
+    """One committed write of the catalogue. `entry` is null for a removal.
+
+    Applied only by a reader that stands at `previous`; one that follows the subject's bundle alone may stand anywhere from `since`, the
+    epoch of the last write before that concerned the bundle (empty: `previous`), to `previous`.
+    """
 
     producer: str
     previous: str
@@ -292,16 +401,27 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
     model: str
     revision: int
     entry: dict[str, Any] | None = None
+    since: str = ""
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of an export."""
+    """One entry of an export. `written`: the number in the epoch of the write that made this revision (0: not told)."""
 
     model_id: str
     model_config: dict[str, Any]
     revision: int = 0
     affected_bundles: tuple[str, ...] = ()
     raw_yaml: str = ""
+    written: int = 0
+
+
+class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the catalogue stands. `bundles`: the epoch of the last write that concerned each bundle, as far as it is known."""
+
+    epoch: str
+    bundles: dict[str, str] = {}
+    bundles_hash: str = ""
+    bundle_config_hashes_hash: str = ""
 
 
 class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
@@ -316,7 +436,7 @@ class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
 
 Message = (
     WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta | Fragment | Cancel | Payload | Placement | DeadLetter
-    | GatewayBeat | Demand
+    | GatewayBeat | Demand | Reservations | Assigned
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -329,6 +449,8 @@ decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
 decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode
 decode_demand = msgspec.msgpack.Decoder(Demand).decode
 decode_placement = msgspec.msgpack.Decoder(Placement).decode
+decode_reservations = msgspec.msgpack.Decoder(Reservations).decode
+decode_assigned = msgspec.msgpack.Decoder(Assigned).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode
 decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from sie_contracts import muvera
-from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults
+from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, RunDefaults, needs_labels
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Operation, RunOptions, Truncate
 from sie_contracts.muvera import Muvera
@@ -40,8 +40,9 @@ PARAMETERS = {
     "zero-shot-classifier": frozenset({"threshold", "multi_label", "hypothesis_template"}),
     "gliner": frozenset({"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "precompute_labels"}),
     "gliclass": frozenset({"threshold", "multi_label"}),
+    "text-classifier": frozenset({"threshold", "raw_scores"}),
 }
-_NEED_LABELS = frozenset({"zero-shot-classifier", "gliner", "gliclass"})
+TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
 _EVERYWHERE = frozenset({
     "profile", "lora_id", "lora", "on_item_error", "timing", "truncate", "max_seq_length", "is_query", "input_type", "instruction",
     "default_instruction", "query_template", "doc_template",
@@ -157,6 +158,30 @@ def run_options(
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
 
 
+def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
+    """`run` with the states of the last layer, one for each token, in place of what it asks for. Raises InvalidInput if there are none."""
+    if entry.family != "text-encoder" or "dense" not in entry.outputs:
+        message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
+        raise InvalidInput(message, reason="unsupported_output", param="model")
+    return msgspec.structs.replace(run, outputs=(TOKEN_STATES,), normalize=False, dimensions=0, dtype="float32", pooling="", muvera=None)
+
+
+def counting(run: RunOptions) -> RunOptions:
+    """The options of a tokenize that only counts the tokens of inputs that `run` is to encode: before truncation, prompt included."""
+    return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
+
+
+def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool = True) -> RunOptions:
+    """The options of a tokenize that tells the tokens of prefix + text + suffix."""
+    parameters: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
+    return RunOptions(outputs=(), prefix=prefix, suffix=suffix, parameters=parameters)
+
+
+def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
+    """The options of a decode."""
+    return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
+
+
 def _encode(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
     muvera = _muvera(entry, defaults, *given.get("muvera"))
     outputs = _outputs(entry, defaults, *given.get("output_types"), muvera=muvera is not None)
@@ -194,7 +219,7 @@ def _score(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, paramet
 
 def _extract(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]) -> dict[str, Any]:
     path, labels = given.get("labels")
-    if labels is None and entry.family in _NEED_LABELS:
+    if labels is None and needs_labels(entry):
         raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)):
         raise _bad(path, labels, "a list of strings that are not empty")
@@ -277,7 +302,7 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     if value not in resolved.entry.profiles:
         names = ", ".join(["default", *resolved.entry.profiles])
         raise InvalidInput(f"{path}: unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile", param=path)
-    return Catalogue.resolve_profile(resolved.entry, value, resolved.requested)
+    return replace(Catalogue.resolve_profile(resolved.entry, value, resolved.requested), alias=resolved.alias, bundles=resolved.bundles)
 
 
 def _text(path: str, value: Any) -> str:
@@ -407,6 +432,6 @@ def _prompt(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threshold": _number, "flat_ner": _boolean, "multi_label": _boolean, "merge_adjacent_entities": _boolean,
-    "precompute_labels": _boolean, "hypothesis_template": _hypothesis, "score_weights": _weights,
+    "precompute_labels": _boolean, "raw_scores": _boolean, "hypothesis_template": _hypothesis, "score_weights": _weights,
     "score_mode": lambda path, value: _one_of(path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"),
 }  # fmt: skip

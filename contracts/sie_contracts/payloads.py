@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Coroutine
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sie_contracts import stores
 from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.settings import SettingError, store_url
+from sie_contracts.stores import ObjectMissing, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -27,10 +26,6 @@ LISTED_AT_ONCE = 1000
 MOST_REMOVALS = 10_000  # of one round
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
-
-
-class StoreError(Exception):
-    """The payload store refused, or did not answer in time. Trying again may help."""
 
 
 class PayloadMissing(StoreError):
@@ -117,21 +112,10 @@ def _digest_of(key: str) -> str:
 
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
-    from obstore.exceptions import BaseError, NotFoundError
-
     try:
-        async with asyncio.timeout(timeout_s):
-            return await work
-    except TimeoutError as error:
-        raise StoreError(f"no answer within {timeout_s:.3g} s") from error
-    except (NotFoundError, FileNotFoundError) as error:
-        raise PayloadMissing("there is no such object") from error
-    except (BaseError, OSError) as error:
-        raise StoreError(_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]
+        return await stores.within(timeout_s, work)
+    except ObjectMissing as error:
+        raise PayloadMissing(str(error)) from error
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
@@ -139,22 +123,4 @@ def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> Pa
 
     A folder is made if it is not there, for its owner alone: it holds what clients sent. Buckets are not looked at: they may come later.
     """
-    if url is None:
-        return None
-    from obstore.exceptions import BaseError
-    from obstore.store import GCSStore, LocalStore, S3Store
-
-    where = store_url(url)
-    limits: dict[str, Any] = {
-        # plain HTTP only where the operator's endpoint says so; options given here replace those of the environment (obstore 0.12)
-        "client_options": {"allow_http": True, "connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=120)},
-        "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
-    }
-    try:
-        if where.scheme == "file":
-            Path(where.path).mkdir(mode=0o700, parents=True, exist_ok=True)
-            return PayloadStore(LocalStore(where.path))
-        kind: Callable[..., ObjectStore] = S3Store if where.scheme == "s3" else GCSStore
-        return PayloadStore(kind(where.bucket, prefix=where.path or None, **limits))
-    except (BaseError, OSError) as error:
-        raise SettingError(setting, _first_line(error)) from error
+    return None if url is None else PayloadStore(stores.opened(url, setting))

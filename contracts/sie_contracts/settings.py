@@ -174,19 +174,16 @@ def _secrets(text: str) -> tuple[Secret, ...]:
     return tuple(Secret(part) for part in _list_of(text))
 
 
-def _url(*schemes: str, bare_path: bool = False) -> tuple[str, Parse]:
+def _url(*schemes: str) -> tuple[str, Parse]:
     def parse(text: str) -> str:
         for part in text.split(","):
             pieces = urlsplit(part.strip())
-            if bare_path and not pieces.scheme and part.strip():
-                continue
             if pieces.scheme not in schemes or not pieces.netloc:
                 raise ValueError
             _ = pieces.port  # raises ValueError out of range
         return text
 
-    expected = "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes)
-    return expected + (" or a path" if bare_path else ""), parse
+    return "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes), parse
 
 
 @dataclass(frozen=True)
@@ -212,9 +209,13 @@ def store_url(text: str) -> StoreUrl:
     raise ValueError
 
 
-def _payload_store(text: str) -> str:
-    store_url(text)
-    return text
+def _store(*, file_urls: bool = True, paths: bool = True) -> Parse:
+    def parse(text: str) -> str:
+        if store_url(text).scheme == "file" and not (file_urls if text.startswith("file:") else paths):
+            raise ValueError
+        return text
+
+    return parse
 
 
 def _socket_path(text: str) -> str:
@@ -250,9 +251,9 @@ PORT = _whole(0, 65535)
 HTTP = _url("http", "https")
 LABEL = _pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
 DEVICE = _pattern("auto, cuda, cuda:N, mps or cpu", r"auto|cpu|mps|cuda(:\d+)?", lower=True)
-STORE = _url("s3", "gs", bare_path=True)
-CLUSTER_STORE = _url("s3", "gs")
-PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _payload_store
+STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)
+CLUSTER_STORE = "s3://bucket/prefix or gs://bucket/prefix", _store(file_urls=False, paths=False)
+PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _store()
 
 
 def _pool(text: str) -> str:
@@ -265,12 +266,12 @@ class Settings:
 
     # device and models
     device: str = _row("auto", "SIE_DEVICE", "adapter", DEVICE, "Device of all forward passes; auto takes CUDA, then MPS, then CPU. A named device that is absent is a start error.")
-    models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config adapter", STORE, "Folder of model files laid over the packaged catalogue, and of LoRAs that requests may name by path; ./models is used when it exists. A named folder that is missing is a start error.")
+    models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config adapter", STORE, "Folder or bucket of model files laid over the packaged catalogue; a folder also of LoRAs that requests may name by path; ./models is used when it exists. One that is named and missing is a start error.")
     model_filter: tuple[str, ...] | None = _row(None, "SIE_MODEL_FILTER", "config", LIST, "Only these models are available. An unknown name is a start error.")
     gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar gateway", LABEL, "Overrides the detected GPU label; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
     # weights
     local_cache: str | None = _row(None, "SIE_LOCAL_CACHE", "adapter", PATH, "First place looked up for weights, and where downloads land. Default: HF_HOME.")
-    cluster_cache: str | None = _row(None, "SIE_CLUSTER_CACHE", "adapter", CLUSTER_STORE, "Shared weights, second in order after the local cache.", waits_for="cluster weight cache")
+    cluster_cache: str | None = _row(None, "SIE_CLUSTER_CACHE", "adapter", CLUSTER_STORE, "Shared weights, second in order after the local cache; `sie weights push` fills it. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables.")
     hf_fallback: bool = _row(True, "SIE_HF_FALLBACK", "adapter", BOOL, "Whether a miss in the caches may download from the Hugging Face Hub.")
     hf_home: str = _row("~/.cache/huggingface", "HF_HOME", "adapter", PATH, "Hugging Face's own variable, read only: default of SIE_LOCAL_CACHE.")
     # batching
@@ -292,35 +293,35 @@ class Settings:
     swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it.")
     # cluster
     nats_url: str | None = _row(None, "SIE_NATS_URL", "gateway sidecar config", _url("nats", "tls"), "Broker. Credentials in it are never shown.")
-    gateway_health_mode: str = _row("ws", "SIE_GATEWAY_HEALTH_MODE", "gateway", _choice("ws", "nats"), "Source of worker health; `sie serve` and the chart say nats.", waits_for="websocket health")
+    gateway_health_mode: str = _row("ws", "SIE_GATEWAY_HEALTH_MODE", "gateway", _choice("ws", "nats"), "Where /health and /ws/cluster-status know workers from: nats, their heartbeats; ws, their own status sockets (SIE_GATEWAY_WORKERS, SIE_GATEWAY_KUBERNETES), a local diagnosis. Work is routed by heartbeats in both; `sie serve` and the chart say nats.")
     gateway_configured_gpus: tuple[str, ...] | None = _row(None, "SIE_GATEWAY_CONFIGURED_GPUS", "gateway", LIST, "Machine profiles that may be routed to, also when no worker of them is up.")
     config_service_url: str | None = _row(None, "SIE_CONFIG_SERVICE_URL", "gateway sidecar", HTTP, "Config service that gateway and sidecar read the catalogue from.")
     payload_store_url: str | None = _row(None, "SIE_PAYLOAD_STORE_URL", "gateway sidecar", PAYLOAD_STORE, "Store for inputs over the inline limit, shared by gateways and workers. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: such inputs are refused.")
     inline_payload_bytes: int | None = _row(None, "SIE_INLINE_PAYLOAD_BYTES", "gateway", _whole(1024), "Largest payload inside a queue message. Default and upper limit: the broker's max_payload less headers.")
     payload_ttl_s: int | None = _row(None, "SIE_PAYLOAD_TTL_S", "gateway", _whole(1), "Life of an object in the payload store, seconds, above the age limit of the work stream. Default: that and an hour.")
     admin_token: Secret | None = _row(None, "SIE_ADMIN_TOKEN", "gateway config", SECRET, "Bearer token with every scope. Unset: admin operations are refused.")
-    config_read_token: Secret | None = _row(None, "SIE_CONFIG_READ_TOKEN", "gateway sidecar config", SECRET, "Bearer token that reads the config epoch and export and never writes.")
-    auth_mode: str = _row("none", "SIE_AUTH_MODE", "gateway", _choice("none", "static", "token"), "Authentication of the gateway: none, static tokens, or keys kept hashed in the broker.")
+    config_read_token: Secret | None = _row(None, "SIE_CONFIG_READ_TOKEN", "gateway sidecar config", SECRET, "Bearer token that reads the config epoch and export, and a worker's /ws/status; it never writes.")
+    auth_mode: str = _row("none", "SIE_AUTH_MODE", "gateway config", _choice("none", "static", "token"), "Authentication of the gateway: none, static tokens, or keys kept hashed in the broker; of the config service: with token, keys beside the admin token.")
     auth_token: Secret | None = _row(None, "SIE_AUTH_TOKEN", "gateway", SECRET, "One accepted bearer token, with scopes infer, read and pools.")
     auth_tokens: tuple[Secret, ...] | None = _row(None, "SIE_AUTH_TOKENS", "gateway", SECRETS, "Several accepted bearer tokens, for rotation.")
     nats_config_trusted_producers: tuple[str, ...] = _row(("sie-config",), "SIE_NATS_CONFIG_TRUSTED_PRODUCERS", "gateway sidecar", LIST, "Producers whose config deltas are applied.")
-    gateway_workers: tuple[str, ...] | None = _row(None, "SIE_GATEWAY_WORKERS", "gateway", LIST, "Static worker URLs of the websocket health view.", waits_for="websocket health")
-    gateway_kubernetes: bool = _row(False, "SIE_GATEWAY_KUBERNETES", "gateway", BOOL, "Discover workers through Kubernetes endpoints, for the websocket health view.", waits_for="websocket health")
-    gateway_k8s_namespace: str = _row("default", "SIE_GATEWAY_K8S_NAMESPACE", "gateway", LABEL, "Namespace of endpoint discovery.", waits_for="websocket health")
-    gateway_k8s_service: str = _row("sie-worker", "SIE_GATEWAY_K8S_SERVICE", "gateway", LABEL, "Service of endpoint discovery.", waits_for="websocket health")
-    gateway_k8s_port: int = _row(8080, "SIE_GATEWAY_K8S_PORT", "gateway", _whole(1, 65535), "Worker port of endpoint discovery.", waits_for="websocket health")
+    gateway_workers: tuple[str, ...] | None = _row(None, "SIE_GATEWAY_WORKERS", "gateway", LIST, "URLs of workers whose status sockets are watched with SIE_GATEWAY_HEALTH_MODE=ws; /ws/status shows the first, or ?worker=N. `sie serve` names its own. They are shown the SIE_CONFIG_READ_TOKEN.")
+    gateway_kubernetes: bool = _row(False, "SIE_GATEWAY_KUBERNETES", "gateway", BOOL, "Find further such workers by the EndpointSlices of a service. The pod's service account needs list and watch on them.")
+    gateway_k8s_namespace: str = _row("default", "SIE_GATEWAY_K8S_NAMESPACE", "gateway", LABEL, "Namespace of endpoint discovery.")
+    gateway_k8s_service: str = _row("sie-worker", "SIE_GATEWAY_K8S_SERVICE", "gateway", LABEL, "Service of endpoint discovery.")
+    gateway_k8s_port: int = _row(8080, "SIE_GATEWAY_K8S_PORT", "gateway", _whole(1, 65535), "Worker port of endpoint discovery: the workers' SIE_WORKER_METRICS_PORT.")
     gateway_metrics_port: int = _row(9090, "SIE_GATEWAY_METRICS_PORT", "gateway", PORT, "Port of /metrics and the probes, never behind a token. 0 picks a free one.")
     gateway_request_timeout: float = _row(120.0, "SIE_GATEWAY_REQUEST_TIMEOUT", "gateway", _number(0, 600, open_low=True), "Budget of a request, seconds; a smaller X-SIE-Timeout-Ms wins.")
     load_hold_s: float = _row(20.0, "SIE_LOAD_HOLD_S", "gateway", _number(0, 29.999), "How long a request waits for a cold model or lane, seconds.")
     root_path: str | None = _row(None, "SIE_ROOT_PATH", "gateway", _pattern("a path that starts with / and does not end with it", r"(/[A-Za-z0-9._~-]+)+"), "Prefix under which a reverse proxy serves the gateway.")
-    default_models: tuple[tuple[str, str], ...] | None = _row(None, "SIE_DEFAULT_MODELS", "gateway", ("a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict", _pairs), "Models of the Text Embeddings Inference routes.", waits_for="Text Embeddings Inference routes")
-    pool_write_role: str = _row("user", "SIE_POOL_WRITE_ROLE", "gateway", _choice("user", "admin"), "Who makes and deletes reservations.", waits_for="reservations")
+    default_models: tuple[tuple[str, str], ...] | None = _row(None, "SIE_DEFAULT_MODELS", "gateway", ("a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict", _pairs), "Models of requests that name none, by what they ask for.")
+    pool_write_role: str = _row("user", "SIE_POOL_WRITE_ROLE", "gateway", _choice("user", "admin"), "Who makes, renews and deletes reservations: user, whoever has the scope pools; admin, only who has the scope admin.")
     stream_storage: str = _row("file", "SIE_STREAM_STORAGE", "gateway config", _choice("memory", "file"), "Storage of the work streams, and of the catalogue. memory is lost with the broker; file survives its restart.")
     stream_replicas: int = _row(1, "SIE_STREAM_REPLICAS", "gateway config", _whole(1, 5), "Copies of each work stream and of the catalogue, at most the number of brokers.")
     queue_max_bytes: int = _row(1 << 30, "SIE_QUEUE_MAX_BYTES", "gateway", _whole(1 << 20), "Most bytes in one pool's work stream; beyond it the newest work is refused.")
     # worker
     pool: str = _row("_default", "SIE_POOL", "sidecar gateway", ("1 to 63 letters, digits, _ or -", _pool), "Pool of the worker, part of stream and subject names.")
-    bundle: str = _row("default", "SIE_BUNDLE", "sidecar", LABEL, "Bundle that this worker serves.")
+    bundle: str = _row("default", "SIE_BUNDLE", "sidecar adapter", LABEL, "Bundle that this worker serves. An adapter that lacks what the bundle says is installed does not start.")
     ipc_socket_path: str = _row("/tmp/sie-ipc.sock", "SIE_IPC_SOCKET_PATH", "sidecar adapter", ("an absolute path of at most 100 bytes", _socket_path), "Socket between sidecar and adapter, mode 0600.")  # noqa: S108
     max_concurrent_batches: int = _row(4, "SIE_MAX_CONCURRENT_BATCHES", "sidecar", _whole(1, 64), "Batches that the sidecar may have in progress.")
     ipc_pool_size: int | None = _row(None, "SIE_IPC_POOL_SIZE", "sidecar", _whole(1), "Connections to the adapter for batches; one more carries control. Default: SIE_MAX_CONCURRENT_BATCHES.")
@@ -328,7 +329,7 @@ class Settings:
     worker_id: str | None = _row(None, "SIE_WORKER_ID", "sidecar", LABEL, "Stable id in logs, results and health. Default: the pod's host name, else a UUID.")
     machine_profile: str | None = _row(None, "SIE_MACHINE_PROFILE", "sidecar gateway", LABEL, "Kind of node, for routing, and the key of measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL.")
     gpu_count: int = _row(1, "SIE_GPU_COUNT", "sidecar", _whole(0), "GPUs advertised in health.")
-    gateway_url: str | None = _row(None, "SIE_GATEWAY_URL", "sidecar", HTTP, "Gateway asked for pool assignments.")
+    gateway_url: str | None = _row(None, "SIE_GATEWAY_URL", "sidecar", HTTP, "Gateway asked which pool to serve; several with commas between, each asked where the one before does not answer.")
     pool_admission_enabled: bool = _row(True, "SIE_POOL_ADMISSION_ENABLED", "sidecar", BOOL, "Ask for pool assignments before pulling.")
     worker_ping_interval_ms: int = _row(2000, "SIE_WORKER_PING_INTERVAL_MS", "sidecar", _whole(100), "Cadence of the adapter ping, milliseconds.")
     worker_readyz_stale_mult: float = _row(3.0, "SIE_WORKER_READYZ_STALE_MULT", "sidecar", _number(1), "Ping intervals without success before /readyz fails.")
@@ -339,8 +340,8 @@ class Settings:
     ack_wait_s: int = _row(10, "SIE_ACK_WAIT_S", "gateway sidecar", _whole(3), "Time without a lease renewal after which work goes to another worker, seconds; renewed every third of it.")
     # memory and disk
     memory_pressure_threshold_percent: float = _row(85.0, "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Device memory use above which the least recently used idle model is unloaded.")
-    disk_cache_enabled: bool = _row(True, "SIE_DISK_CACHE_ENABLED", "adapter", BOOL, "Evict cached weights from disk by last use.", waits_for="disk cache")
-    disk_pressure_threshold_percent: float = _row(85.0, "SIE_DISK_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Disk use above which cached weights are evicted.", waits_for="disk cache")
+    disk_cache_enabled: bool = _row(True, "SIE_DISK_CACHE_ENABLED", "adapter", BOOL, "Before a download, remove weights from a disk above the threshold by last use; only what SIE put there and nobody uses.")
+    disk_pressure_threshold_percent: float = _row(85.0, "SIE_DISK_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Disk use above which cached weights are removed before a download.")
     idle_evict_s: int | None = _row(None, "SIE_IDLE_EVICT_S", "sidecar", _whole(1), "Unload models idle for this long, seconds.")
     preload_models: tuple[str, ...] | None = _row(None, "SIE_PRELOAD_MODELS", "sidecar", LIST, "Models loaded before the worker is ready. An unknown name is a start error.")
     # logs and traces

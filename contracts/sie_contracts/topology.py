@@ -20,20 +20,25 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-TOPOLOGY_VERSION = 2
+TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
 DEMAND_BUCKET = "sie_demand"
 LEASES_BUCKET = "sie_leases"
+POOLS_BUCKET = "sie_pools"
+KEYS_BUCKET = "sie_keys"
 POISON_LIFETIME_S = 3600.0
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
+ASSIGNED_SUBJECT = "sie.assigned"
 CONFIG_SUBJECT = "sie.config.models"
 DUPLICATE_WINDOW_S = 120.0
+# Of work: a publisher keeps trying for 10 s, and the broker keeps a quarter of a KiB for each message of the window.
+WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
@@ -45,6 +50,7 @@ SLOTS = 16  # for each lane and priority
 OWN_CONSUMERS = 4096
 OWN_CONSUMERS_REPLICATED = 256  # each is a Raft group, which costs its brokers heartbeats and files also when it is idle
 _USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
+_LEAST_RESERVATION_BYTES = 1 << 20
 _LEAST_PER_SUBJECT = 4096  # above the messages that one request can be
 
 
@@ -132,7 +138,24 @@ class Lane:
 
 
 def work_stream(pool: str, *, storage: str, replicas: int, max_bytes: int, max_age_s: float, max_per_subject: int = 0) -> StreamSpec:
-    return StreamSpec(stream_name(pool), (f"sie.work.{pool}.>",), storage, replicas, max_age_s, max_bytes, max_per_subject)
+    return StreamSpec(
+        stream_name(pool), (f"sie.work.{pool}.>",), storage, replicas, max_age_s, max_bytes, max_per_subject,
+        duplicate_window_s=WORK_DUPLICATE_WINDOW_S,
+    )  # fmt: skip
+
+
+def reservation_bytes(queue_bytes: int) -> int:
+    """What the stream of a reservation may hold where one of a pool of its own may hold `queue_bytes`: a broker reserves all of it at once,
+    and there may be 64 of them."""
+    return max(_LEAST_RESERVATION_BYTES, queue_bytes // 16)
+
+
+def pool_of(subject: str) -> str:
+    """The pool of a subject of work. Raises ValueError for a subject of another form."""
+    tokens = subject.split(".", 3)
+    if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
+        raise ValueError(f"{subject!r} is no subject of work")
+    return tokens[2]
 
 
 def dead_letter_stream(pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
@@ -211,6 +234,11 @@ def config_subject(bundle: str) -> str:
 
 def health_subject(worker: str) -> str:
     return f"{HEALTH_SUBJECT}.{token(worker)}"
+
+
+def assigned_subject(worker: str) -> str:
+    """Where a worker is told that it may have another pool now: a hint to ask at once."""
+    return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
 
 def gateway_subject(gateway: str) -> str:

@@ -150,13 +150,13 @@ class Admission:
         self._metrics = metrics
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock)
-        self._shares: dict[tuple[Lane, Priority], Shares] = {}  # lanes are those of the catalogue and the machine profiles
+        self._shares: dict[tuple[Lane, Priority], Shares] = {}  # lanes are those of the pools, the catalogue and the machine profiles
         self._places: dict[tuple[Lane, Priority, str], _Place] = {}
         self._queueing: dict[Ticket, Permits] = {}  # those that wait for a permit
         self._crowded: dict[_Place, None] = {}  # where they wait
         self._waiting_bytes = 0
         self._loads: dict[Lane, _Load] = {}
-        fleet.on_change = self.pump
+        fleet.listeners.append(self.pump)
 
     async def run(self, stop: Stop) -> None:
         """See to what changes with time alone, until `stop`."""
@@ -329,6 +329,13 @@ class Admission:
             self.freed(permits.place)
         if not permits.place.window.is_waiting:
             self._crowded.pop(permits.place, None)
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more. What requests of it still hold they give back as they end."""
+        for lane in [lane for lane in self._loads if lane.pool == pool]:
+            del self._loads[lane]
+        used = {place.window.shares for place in self._places.values() if not place.window.idle}
+        self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
         """Tokens and messages that hold permits, and bytes that wait. All zero when no request is open."""

@@ -1,13 +1,104 @@
-"""Which pools a worker serves. Pure."""
+"""Which reservation has which worker. Pure functions; the gateways that compute from equal inputs write the same.
+
+    reservations, oldest first ──► each keeps the workers it has ──► what lacks some gets them if there are enough of them at once
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from sie_contracts.errors import InvalidInput, PoolNotFound
-from sie_contracts.messages import Heartbeat
+from sie_contracts.messages import Heartbeat, PoolSpec, Reservation
 
 PATH = "/v1/pools/assignments"
+DEFAULT_BUNDLE = "default"  # of the workers that are asked for where a reservation names no bundle
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that may be reserved. `models` are those that it has loaded, `busy` the tokens that it has taken in and not answered."""
+
+    machine_profile: str
+    bundle: str
+    gpus: int = 1
+    models: frozenset[str] = frozenset()
+    busy: int = 0
+
+    @classmethod
+    def of(cls, beat: Heartbeat) -> Candidate:
+        loaded = frozenset(status.model for status in beat.models if status.state == "loaded")
+        return cls(beat.machine_profile, beat.bundle, max(1, beat.gpu_count), loaded, beat.held_cost)
+
+    def fits(self, spec: PoolSpec) -> bool:
+        return self.machine_profile in spec.gpus and spec.bundle in ("", self.bundle)
+
+
+def lacking(spec: PoolSpec, held: Iterable[Candidate]) -> tuple[dict[str, int], int]:
+    """What a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum. Both empty when it is met."""
+    gpus, count = Counter[str](), 0
+    for worker in held:
+        gpus[worker.machine_profile] += worker.gpus
+        count += 1
+    short = {profile: wanted - gpus[profile] for profile, wanted in spec.gpus.items() if gpus[profile] < wanted}
+    return short, max(0, spec.minimum_worker_count - count)
+
+
+def is_met(spec: PoolSpec, held: Iterable[Candidate]) -> bool:
+    """Whether every count of GPUs and the minimum of workers is reached."""
+    short, workers = lacking(spec, held)
+    return not short and not workers
+
+
+def assign(reservations: Iterable[Reservation], workers: Mapping[str, Candidate], before: Mapping[str, str]) -> dict[str, str]:
+    """The reservation of each worker that has one: worker id to pool. `before`: as it was.
+
+    A reservation keeps its workers for as long as they fit. One that lacks some takes them only when all of them are there, so that none
+    holds workers idle that others could use, and two never wait for each other's half. The older comes first.
+    """
+    order = sorted(reservations, key=lambda each: (each.created_s, each.spec.name))
+    found: dict[str, str] = {}
+    for each in order:
+        kept = (name for name, pool in before.items() if pool == each.spec.name and name in workers and workers[name].fits(each.spec))
+        found.update(dict.fromkeys(kept, each.spec.name))
+    for each in order:
+        held = [workers[name] for name, pool in found.items() if pool == each.spec.name]
+        found.update(dict.fromkeys(_addition(each.spec, held, workers, found), each.spec.name))
+    return found
+
+
+def _addition(spec: PoolSpec, held: Sequence[Candidate], workers: Mapping[str, Candidate], taken: Mapping[str, str]) -> list[str]:
+    """Free workers that make a reservation complete; none where there are not enough. First those that have its models, then idle ones."""
+    short, count = lacking(spec, held)
+    free = [name for name, worker in workers.items() if name not in taken and worker.fits(spec)]
+    free.sort(key=lambda name: (-len(workers[name].models.intersection(spec.pinned_models)), workers[name].busy, name))
+    chosen = []
+    for name in free:
+        profile = workers[name].machine_profile
+        if short.get(profile, 0) > 0:
+            short[profile] -= workers[name].gpus
+            chosen.append(name)
+    more = [name for name in free if name not in chosen][: max(0, count - len(chosen))]
+    complete = all(left <= 0 for left in short.values()) and len(chosen) + len(more) >= count
+    return [*chosen, *more] if complete else []
+
+
+def asked(spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int]) -> Counter[tuple[str, str]]:
+    """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it lacks.
+
+    `gpus_each`: what one worker of a machine profile brings, where that is known and not 1.
+    """
+    found = Counter((worker.machine_profile, worker.bundle) for worker in held)
+    short, count = lacking(spec, held)
+    bundle = spec.bundle or DEFAULT_BUNDLE
+    more = {profile: math.ceil(gpus / gpus_each.get(profile, 1)) for profile, gpus in short.items()}
+    first = min(spec.gpus)
+    more[first] = more.get(first, 0) + max(0, count - sum(more.values()))
+    for profile, workers in more.items():
+        found[profile, bundle] += workers
+    return +found
 
 
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:
@@ -18,7 +109,9 @@ def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, s
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")
-    own = next((beat.pool for beat in workers if beat.worker == worker), None)
+    if worker in reserved:
+        return (reserved[worker],)
+    own = next((beat.own_pool or beat.pool for beat in workers if beat.worker == worker), None)
     if own is None:
         raise PoolNotFound(f"no worker {worker[:70]!r} has been heard of", param="worker")
-    return (reserved.get(worker, own),)
+    return (own,)

@@ -27,7 +27,7 @@ MOST_AWAY_BYTES = 256 << 20  # of bodies
 # what makes a request another one, beside its path and body
 HEADERS = (
     "authorization", "content-type", "accept", "x-sie-machine-profile", "x-sie-pool", "x-sie-timeout-ms", "x-sie-priority",
-    "x-sie-on-item-error", "x-sie-strict", "x-sie-explain", "x-sie-sdk-version",
+    "x-sie-on-item-error", "x-sie-strict", "x-sie-explain", "x-sie-sdk-version", "x-sie-route-key",
 )  # fmt: skip
 Identity = tuple[str, ...]
 A = TypeVar("A")
@@ -45,6 +45,10 @@ class Caller(Protocol):
     headers: Any
     labels: dict[str, str]
     receive: Receive | None
+
+    @property
+    def shape(self) -> Any:
+        """How errors look to it. Its body may decide that."""
 
 
 class Attachments(Generic[A]):
@@ -237,7 +241,7 @@ class Run(Generic[A]):
             return self._outcome.result()
         if leaving is not None and leaving.done():
             raise ClientGone
-        raise GatewayTimeout(f"no result within the budget of {timeout_s:g} s")
+        raise GatewayTimeout("no result within what is left of the budget")
 
 
 async def disconnected(receive: Receive) -> None:

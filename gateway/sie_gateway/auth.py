@@ -1,61 +1,155 @@
-"""Who may do what: a scope for each route and method, and tokens that grant scopes. What no route serves needs `read`, to be told so."""
+"""Who may do what: one table with a scope for each route and method, and credentials that have scopes.
+
+    method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
+                       └ none: NotFound, or 405 with `Allow`, to whoever may read
+
+A route that is not in ROUTES is not served, so none can be without a scope. To add one, add its row. Tests make the matrix of all rows,
+methods and credentials from the same table (`tests/unit/test_auth.py`).
+"""
 
 from __future__ import annotations
 
-from sie_contracts.errors import PermissionDenied, Unauthenticated
-from sie_contracts.settings import SettingError, Settings
-from sie_gateway.assignments import PATH as ASSIGNMENTS
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/livez", "/ping"})
-_READ_PATHS = ("/v1/models", "/models", "/health", "/docs", "/openapi.json")
-_INFER_PATHS = ("/v1/encode/", "/v1/score/", "/v1/extract/")
-_USER_SCOPES = frozenset({"infer", "read", "pools"})
-_ALWAYS_GUARDED = frozenset({"config", "admin"})
+from starlette.exceptions import HTTPException
+
+from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.runtime.http import Send
+from sie_contracts.runtime.keys import NO_LIMITS, Keys, Limits
+from sie_contracts.runtime.routes import CONFIG_ROUTES, OPEN, SCOPES, Row, Table, bearer, row_of
+from sie_contracts.settings import Secret, SettingError, Settings
+from sie_gateway.admission import key_of
+
+USER_SCOPES = frozenset({"infer", "read", "pools"})
+POLICY_VIOLATION = 1008  # RFC 6455
+GUARDED = frozenset({"config", "admin"})  # in mode none too
+_TEI = ("embed", "embed_all", "embed_sparse", "rerank", "predict", "similarity", "tokenize", "decode")
+
+ROUTES: tuple[Row, ...] = (
+    *(Row("GET", path, OPEN) for path in ("/healthz", "/livez", "/ping", "/readyz")),
+    *(Row("POST", f"/v1/{verb}/{{model:path}}", "infer") for verb in ("encode", "score", "extract")),
+    *(Row("POST", path, "infer") for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/v2/embed")),
+    *(Row("POST", path, "infer") for path in ("/classify", "/v1/classify")),
+    *(Row("POST", f"{under}/{operation}", "infer") for under in ("", "/tei/{model:path}") for operation in _TEI),
+    *(Row("GET", path, "infer") for path in ("/info", "/tei/{model:path}/info")),
+    *(Row("POST", path, "infer") for path in ("/", "/tei/{model:path}")),
+    *(Row("GET", path, "read") for path in ("/v1/models", "/v1/models/{model:path}", "/models", "/models/{model:path}")),
+    Row("GET", "/v1/pools", "read"),
+    Row("POST", "/v1/pools", "pools"),
+    Row("GET", "/v1/pools/assignments", "read", reader=True),
+    Row("GET", "/v1/pools/{name}", "read"),
+    Row("DELETE", "/v1/pools/{name}", "pools"),
+    Row("POST", "/v1/pools/{name}/renew", "pools"),
+    *CONFIG_ROUTES,
+    *(Row("GET", path, "read") for path in ("/health", "/", "/docs", "/docs/static/{file}", "/openapi.json", "/v1/scaling/{lane}")),
+    *(Row("GET", path, "read") for path in ("/ws/cluster-status", "/ws/status")),  # what a handshake is
+)
+_TABLE = Table(ROUTES)
 
 
 def scope_of(method: str, path: str) -> str | None:
-    """The scope that a call needs, None where it is open. Unknown paths need `read`, and answer 404 behind it."""
-    if path in OPEN_PATHS:
-        return None
-    if method == "POST" and path.startswith(_INFER_PATHS):
-        return "infer"
-    if method in ("GET", "HEAD") or path == "/" or path.startswith(_INFER_PATHS + _READ_PATHS):
-        return "read"
-    return "read" if not path.startswith("/v1/configs") else "config"
+    """The scope that a call needs, None where it is open. What no row has needs `read`, to be told so."""
+    row = row_of(_TABLE.methods(path), method)
+    return (row.scope or None) if row is not None else "read"
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need none."""
+
+    key: str = ""
+    scopes: frozenset[str] = frozenset()
+    limits: Limits = NO_LIMITS
+
+
+ANYBODY = Grant()
 
 
 class Gate:
-    """Checks a call's credentials. Every comparison takes the same time, and all tokens are compared, whatever matched."""
+    """Checks a call's credentials. Every comparison takes the same time, and all static tokens are compared, whatever matched."""
 
-    def __init__(self, settings: Settings) -> None:
-        if settings.auth_mode == "token":
-            raise SettingError("SIE_AUTH_MODE", "this version has no key store; use static, with SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+    def __init__(self, settings: Settings, keys: Keys | None = None, clock: Callable[[], float] = time.time) -> None:
+        """`keys` in mode token, and there alone. Raises SettingError."""
         if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
             raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+        if (settings.auth_mode == "token") != (keys is not None):
+            raise SettingError("SIE_AUTH_MODE", "token, and no other mode, needs the keys of a broker")
         self._guarded = settings.auth_mode != "none"
-        self._admin = settings.admin_token
+        self._pools = "admin" if settings.pool_write_role == "admin" else "pools"
+        self._keys = keys
+        self._clock = clock
         self._reader = settings.config_read_token
-        self._users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]
+        users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]
+        self._static = [(token, _static(token, USER_SCOPES)) for token in users]
+        self._has_admin = settings.admin_token is not None
+        if settings.admin_token is not None:
+            self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES))))
 
-    def check(self, method: str, path: str, authorization: str) -> None:
-        """Return if the call may go on. Raises Unauthenticated, PermissionDenied."""
-        scope = scope_of(method, path)
-        if scope is None or (not self._guarded and scope not in _ALWAYS_GUARDED):
-            return
-        token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
-        token = token.strip()
-        granted: set[str] = set()
-        if self._admin is not None and self._admin.matches(token):
-            granted |= _USER_SCOPES | _ALWAYS_GUARDED
-        if path == ASSIGNMENTS and self._reader is not None and self._reader.matches(token):
-            granted.add("read")
-        for user in self._users:
-            if user.matches(token):
-                granted |= _USER_SCOPES
-        if scope in granted:
-            return
-        if granted:
+    def check(self, method: str, path: str, authorization: str) -> Grant:
+        """Let the call in or not. The handshake of a websocket is a GET.
+
+        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may know, NotFound for a path
+        that no row has, and HTTPException 405 with `Allow` for another method.
+        """
+        methods = _TABLE.methods(path)
+        row = row_of(methods, method)
+        grant = ANYBODY
+        if row is None or row.scope != OPEN:
+            scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope
+            if self._guarded or scope in GUARDED:
+                grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
+        if row is None or not row.served:
+            if not methods:
+                raise NotFound("no such path")
+            allowed = [name for name, each in methods.items() if each.served]
+            raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
+        return grant
+
+    def watched(self, path: str, authorization: str, send: Send) -> Send:
+        """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a close (1008)."""
+
+        async def checked(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "websocket.send":
+                try:
+                    self.check("GET", path, authorization)
+                except SIEError as error:
+                    message = {"type": "websocket.close", "code": POLICY_VIOLATION, "reason": error.code}
+            await send(message)
+
+        return checked
+
+    def _granted(self, scope: str, authorization: str, *, reads_config: bool) -> Grant:
+        token = bearer(authorization)
+        grant = None
+        for known, its_grant in self._static:
+            if known.matches(token):
+                grant = its_grant
+        if reads_config and self._reader is not None and self._reader.matches(token):
+            return _static(self._reader, frozenset({scope}))
+        if grant is None and token and self._keys is not None:
+            grant = self._of_key(self._keys, token)
+        if grant is not None and scope in grant.scopes:
+            return grant
+        if grant is not None:
             raise PermissionDenied(f"this token lacks the scope {scope}")
-        if scope in _ALWAYS_GUARDED and self._admin is None:
+        if scope in GUARDED and not self._has_admin and self._keys is None:
             raise PermissionDenied("no SIE_ADMIN_TOKEN is configured, so nobody may do this")
         raise Unauthenticated("a bearer token is needed" if not token else "this token is not known")
+
+    def _of_key(self, keys: Keys, token: str) -> Grant | None:
+        key = keys.find(token)
+        if key is None:
+            if not keys.loaded:
+                raise NotReady("the keys have not been read from the broker yet")
+            return None
+        ended = key.ended(self._clock())
+        if ended:
+            raise Unauthenticated(f"this key {ended}")
+        return Grant(key.id, frozenset(key.scopes), key.limits)
+
+
+def _static(token: Secret, scopes: frozenset[str]) -> Grant:
+    return Grant(key_of(token.reveal()), scopes)

@@ -36,7 +36,7 @@ class Backlog:
 
     def __init__(self, broker: Broker, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._broker = broker
-        self._pools = pools  # may grow
+        self._pools = pools  # come and go
         self._clock = clock
         self._read: dict[str, tuple[float, dict[str, int], dict[str, int]]] = {}  # pool -> when, by subject, by lane and priority
         self._asking = Shared()
@@ -45,12 +45,20 @@ class Backlog:
         """Read every pool each EVERY_S until `stop`."""
         trouble = Trouble(_logger, "the backlog is not known")
         while not await stop.wait_for(EVERY_S):
-            try:
-                for pool in sorted(self._pools):
+            failure: BrokerError | None = None
+            for pool in sorted(self._pools):
+                try:
                     await self.fresh(pool, EVERY_S / 2)
+                except BrokerError as error:  # one pool without a stream hides no other
+                    failure = error
+            if failure is None:
                 trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
+            else:
+                trouble.met(failure)
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
         """Return when the pool's figures are no older than this. Raises BrokerError where the broker cannot be asked."""

@@ -54,6 +54,12 @@ class ColdStarts:
         else:
             self._starts.setdefault(lane, _Start(now_s)).last_s = now_s
 
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        for known in (self._starts, self._took_s):
+            for lane in [lane for lane in known if lane.pool == pool]:
+                del known[lane]
+
     def check(self, lane: Lane, residency: str) -> None:
         """At the end of a hold: return if waiting goes on. Raises ModelLoading, Provisioning."""
         if self._fleet.hosts(lane, residency):

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from sie_contracts import topology
-from sie_contracts.broker import Broker, BrokerError, ConsumerState, KeyValue
+from sie_contracts.broker import Broker, BrokerError, ConsumerState, KeyValue, Subscription
+from sie_contracts.errors import PoolNotFound
 from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.settings import Settings
@@ -96,6 +97,7 @@ class StreamConsumers:
         self._ensuring = Shared()
         self._stale: set[str] = set()  # deleted while they were ensured
         self._rests: dict[str, Rest] = {}
+        self._watch: Subscription | None = None
 
     async def start(self) -> None:
         """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
@@ -105,6 +107,7 @@ class StreamConsumers:
         except BaseException:
             await watch.stop()
             raise
+        self._watch = watch
 
     def route(self, own: Route, shared: Route, deadline_s: float) -> Route:
         """The way of a request, whose consumer is kept there until `deadline_s` of this object's clock."""
@@ -205,6 +208,9 @@ class StreamConsumers:
         return len(gone)
 
     async def stop(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await watch.stop()
         await self._ensuring.stop()
 
 
@@ -244,12 +250,22 @@ class Consumers:
     def follows(self, pool: str) -> bool:
         return topology.stream_name(pool) in self._streams
 
+    async def unfollow(self, pool: str) -> None:
+        """The pool is there no more."""
+        async with self._following:
+            stream = self._streams.pop(topology.stream_name(pool), None)
+        if stream is not None:
+            await stream.stop()
+
     def known(self, spec: ConsumerSpec) -> bool:
-        return self._streams[spec.stream].known(spec)
+        return spec.stream in self._streams and self._streams[spec.stream].known(spec)
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Make it, or compare it. Raises TopologyMismatch, BrokerError."""
-        await self._streams[spec.stream].ensure(spec)
+        """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch, BrokerError."""
+        stream = self._streams.get(spec.stream)
+        if stream is None:
+            raise PoolNotFound("the pool of this request has ended")
+        await stream.ensure(spec)
 
     def forget(self, pool: str) -> None:
         """The pool's stream was made anew."""

@@ -49,6 +49,12 @@ class DemandRecords:
             self._noted[lane] = now_s
             self._wake.set()
 
+    def forget(self, pool: str) -> None:
+        """The pool is there no more. What was written of it goes with its age."""
+        for known in (self._noted, self._written):
+            for lane in [lane for lane in known if lane.pool == pool]:
+                del known[lane]
+
     def pending(self) -> set[Lane]:
         """Lanes that this gateway noted within the life of a record."""
         now_s = self._now_s()

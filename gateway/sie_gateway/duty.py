@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable
@@ -39,3 +40,10 @@ class Duty:
         except WrongRevision:
             return False
         return True
+
+    async def give_up(self, bucket: KeyValue) -> None:
+        """Leave it to others at once, if this process has it. Raises BrokerError."""
+        entry = await bucket.get(self._key)
+        if entry is not None and entry.value == self._holder:
+            with contextlib.suppress(WrongRevision):  # somebody took it over
+                await bucket.write([Write(self._key, None, entry.revision)])

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, CoreMessage
 from sie_contracts.catalogue import Resolved
-from sie_contracts.errors import InvalidInput, PoolNotFound
-from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.errors import BundleConflict, InvalidInput, PoolNotFound
+from sie_contracts.messages import Fetched, Heartbeat, ModelStatus, PoolSpec
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 
-_STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first that any worker reports is shown
+STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first that any worker reports is shown
 USUAL_LOAD_S = 10.0  # of a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -34,7 +33,8 @@ class Fleet:
         self._loaded: dict[str, frozenset[str]] = {}
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
         self.version = 0  # grows with every heartbeat
-        self.on_change: Callable[[], None] | None = None
+        self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
+        self.spec: Callable[[str], PoolSpec | None] = lambda pool: None  # of a pool that is a reservation
 
     async def start(self) -> None:
         await self._broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
@@ -59,8 +59,8 @@ class Fleet:
         if loading:
             self._loading_s[heartbeat.worker] = loading
         self.version += 1
-        if self.on_change is not None:
-            self.on_change()
+        for listener in self.listeners:
+            listener()
 
     def workers(self) -> list[tuple[Heartbeat, bool]]:
         """All known workers, by name, each with whether it is healthy: heard of in time, ready and not leaving."""
@@ -69,6 +69,10 @@ class Fleet:
             (beat, now_s - seen_s < self._timeout_s and beat.ready and not beat.leaving)
             for _, (seen_s, beat) in sorted(self._seen.items())
         ]
+
+    def is_heard(self, worker: str) -> bool:
+        """Whether its last heartbeat is not overdue, whatever it says."""
+        return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def healthy(self) -> list[Heartbeat]:
         return [beat for beat, is_healthy in self.workers() if is_healthy]
@@ -100,14 +104,23 @@ class Fleet:
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """The lane of a request. A named machine profile is a constraint; without one a worker that has the model is preferred.
 
-        With no worker of the bundle up, work waits in the lane of the first configured machine profile, or of this installation's own.
-        Raises PoolNotFound, and InvalidInput with reason gpu_not_configured.
+        With no worker of the bundle up, work waits in the lane of the first machine profile that a reservation asks for or that is
+        configured, or of this installation's own. A reservation has what it asks for and nothing else.
+        Raises PoolNotFound, BundleConflict, and InvalidInput with reason gpu_not_configured.
         """
         if pool not in known_pools:
             raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
-        bundle = resolved.entry.bundle
-        serving = [beat for beat in self.healthy() if beat.pool == pool and beat.bundle == bundle]
+        bundle = resolved.bundle
         configured = self._settings.gateway_configured_gpus or ()
+        if (spec := self.spec(pool)) is not None:
+            if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
+                raise BundleConflict(
+                    f"the pool {pool!r} has workers of bundle {spec.bundle!r} alone", param="model",
+                    extras={"compatible_bundles": list(resolved.bundles or (bundle,))},
+                )  # fmt: skip
+            bundle = spec.bundle or bundle
+            configured = tuple(spec.gpus)
+        serving = [beat for beat in self.healthy() if beat.pool == pool and beat.bundle == bundle]
         if machine_profile:
             if configured:
                 machine_profile = _configured(machine_profile, configured)
@@ -119,25 +132,16 @@ class Fleet:
             machine_profile = names[0] if names else (configured[0].lower() if configured else self._settings.profile)
         return Lane(pool, machine_profile, bundle)
 
-    def worker_infos(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Healthy and unhealthy workers, as `/health` shows them."""
-        healthy: list[dict[str, Any]] = []
-        unhealthy: list[dict[str, Any]] = []
-        for beat, is_healthy in self.workers():
-            info = {
-                "name": beat.worker, "url": None, "gpu": beat.machine_profile, "gpu_count": beat.gpu_count, "pool": beat.pool,
-                "loaded_models": [status.model for status in beat.models if status.state == "loaded"], "queue_depth": beat.queue_depth,
-                "memory_used_bytes": beat.memory_used_bytes, "memory_total_bytes": beat.memory_total_bytes, "healthy": is_healthy,
-                "bundle": beat.bundle, "bundle_config_hash": beat.config_epoch, "device": beat.device,
-            }  # fmt: skip
-            (healthy if is_healthy else unhealthy).append(info)
-        return healthy, unhealthy
-
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """The state of a model over all healthy workers, and what each reports of it."""
         reports = [(beat, status) for beat in self.healthy() for status in beat.models if status.model == model]
         present = {status.state for _, status in reports}
-        return next((state for state in _STATES if state in present), "available"), reports
+        return next((state for state in STATES if state in present), "available"), reports
+
+    def downloads(self, model: str) -> list[tuple[str, Fetched]]:
+        """The workers to whose disk the weights of a model are on their way, ready or not, and how far they are."""
+        heard = [beat for beat, _ in self.workers() if self.is_heard(beat.worker)]
+        return [(beat.worker, each.fetched) for beat in heard for each in beat.models if each.model == model and each.fetched is not None]
 
 
 def _state(beat: Heartbeat, model: str) -> str:

@@ -42,11 +42,12 @@ _logger = logging.getLogger("sie.gateway.inbox")
 class Collector:
     """The outcomes of one request, by chunk. Complete when each chunk has its first terminal result."""
 
-    def __init__(self, request: str, chunks: int) -> None:
+    def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
+        self.pool = pool
         self.results: list[WorkResult | None] = [None] * chunks
         self.missing = chunks
-        self.last_arrival_s = 0.0
+        self.arrivals_s = [0.0] * chunks  # when the result of each was taken
         self.on_taken: Callable[[WorkResult], None] | None = None  # called with each result that was taken
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -60,14 +61,14 @@ class Collector:
             return False
         self.results[result.chunk] = result
         self.missing -= 1
-        self.last_arrival_s = time.perf_counter()
+        self.arrivals_s[result.chunk] = time.perf_counter()
         if self.on_taken is not None:
             self.on_taken(result)
         if not self.missing and not self._done.done():
             self._done.set_result(None)
         return True
 
-    def fail(self, error: SIEError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the request with an error, unless it is complete."""
         if not self._done.done():
             self._done.set_exception(error)
@@ -114,8 +115,8 @@ class Inbox:
         """Where results of this request are sent."""
         return f"{self.subject}.{request}"
 
-    def open(self, request: str, chunks: int) -> Collector:
-        collector = self._open[request] = Collector(request, chunks)
+    def open(self, request: str, chunks: int, pool: str = "") -> Collector:
+        collector = self._open[request] = Collector(request, chunks, pool)
         return collector
 
     def close(self, collector: Collector) -> None:
@@ -130,6 +131,12 @@ class Inbox:
     def unfinished_bytes(self) -> int:
         """What parts of results hold that are not whole yet."""
         return self._fragments.held_bytes
+
+    def fail_pool(self, pool: str, error: SIEError) -> None:
+        """End the open requests of a pool that is there no more."""
+        for collector in list(self._open.values()):
+            if collector.pool == pool:
+                collector.fail(error)
 
     def fail_all(self, error: SIEError) -> None:
         for collector in list(self._open.values()):

@@ -1,6 +1,7 @@
 """The life of an inference request.
 
-    resolve name ─► decode ─► merge options ─► check items ─► choose lane ─► split ─► admit ─► publish ─► collect ─► reply
+    answer: resolve name ─► read body ─► a client family's handler, which calls
+    run:    merge options ─► choose lane ─► check items ─► split ─► admit ─► publish ─► collect
 
 Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
 """
@@ -10,38 +11,46 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import orjson
 
 from sie_contracts import messages, topology
-from sie_contracts.catalogue import ModelEntry, Resolved
-from sie_contracts.errors import ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, Provisioning, QueueFull, SIEError
-from sie_contracts.messages import Failed, Input, Operation, Priority, RunOptions, WorkItem, WorkResult
-from sie_contracts.options import RequestOptions, describe, run_options
+from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved
+from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, Provisioning, QueueFull
+from sie_contracts.messages import Failed, Heartbeat, Input, Operation, Priority, RunOptions, Vectors, WorkItem, WorkResult
+from sie_contracts.options import TOKEN_STATES, RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.http import Receive
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies
-from sie_gateway import chunk, reply
+from sie_gateway import chunk
 from sie_gateway.admission import Admission
+from sie_gateway.aliases import route_key
 from sie_gateway.attach import Attachments, ClientGone
 from sie_gateway.body import Item
+from sie_gateway.call import Answer, Asked, Call, EntryChanged
 from sie_gateway.cold import ColdStarts
+from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Collector, Inbox
 from sie_gateway.metrics import Metrics
 from sie_gateway.prediction import retry_after_s
 from sie_gateway.queue import WorkQueue
 from sie_gateway.sending import Sending
+from sie_gateway.shadow import Shadows
+
+if TYPE_CHECKING:
+    from sie_gateway.dialects import Route
 
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
+TOKENIZED_BYTES = 48  # of a token: its id, its text and where it lies
+MOST_ATTEMPTS = 4  # of a request whose model's entry changes on its way
+RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
 BARE_OPTIONS_BYTES = 64  # of options without texts
 MAX_RESULT_BYTES = 1 << 30
 STORED_CHUNK_BYTES = 8 << 20  # of inputs beside a query that no message holds
@@ -50,58 +59,12 @@ _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-@dataclass
-class Call:
-    """One HTTP request: what the edge knows of it. `labels` are filled in as the request is understood, for metrics and logs."""
-
-    id: str
-    received_s: float
-    headers: Mapping[str, str]
-    labels: dict[str, str] = field(default_factory=dict)
-    path: str = ""
-    receive: Receive | None = None  # tells when the client goes away
-    key: str = ""  # whose turn it takes among others: one name per credential, the same for all who need none
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A success, or what a client that waits for capacity takes for "not yet"."""
-
-    body: bytes
-    content_type: str
-    headers: dict[str, str]
-    status: int = 200
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A request that was understood."""
-
-    operation: Operation
-    resolved: Resolved
-    options: RequestOptions
-    items: tuple[Item, ...]
-    query: Item | None
-    lane: Lane
-    priority: Priority
-    budget_s: float
-
-
-class FailedRequest(Exception):
-    """A request that ends in `error`, with one entry per failed input."""
-
-    def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.errors = errors
-
-
 class Inference:
     """Runs inference requests against the queue."""
 
     def __init__(
-        self, settings: Settings, feed: CatalogueFeed, fleet: Fleet, queue: WorkQueue, inbox: Inbox, metrics: Metrics, pools: set[str],
-        admission: Admission, cold: ColdStarts,
+        self, settings: Settings, feed: CatalogueFeed, fleet: Fleet, queue: WorkQueue, inbox: Inbox, metrics: Metrics,
+        pools: Collection[str], admission: Admission, cold: ColdStarts,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._feed = feed
@@ -112,74 +75,154 @@ class Inference:
         self._pools = pools
         self._admission = admission
         self._cold = cold
+        self._default_models = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation], tuple[ModelEntry, RequestOptions]] = {}
+        self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
         self.idle = asyncio.Event()  # set while nothing is in progress
         self.idle.set()
 
     @property
+    def catalogue(self) -> Catalogue:
+        """What can be asked for. Raises NotReady before it is there."""
+        if not self._feed.loaded:
+            raise NotReady("the catalogue is not loaded yet")
+        return self._feed.catalogue
+
+    @property
+    def max_concurrent(self) -> int:
+        """Requests that may be in progress at this gateway."""
+        return self._settings.max_concurrent_requests
+
+    def workers_of(self, bundle: str) -> list[Heartbeat]:
+        """The workers that live and serve a bundle."""
+        return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
+
+    @property
+    def default_models(self) -> Mapping[str, str]:
+        """The model that answers where a request names none, by capability."""
+        return self._default_models
+
+    def max_items(self, call: Call) -> int:
+        """Inputs that a request may have: what its key may send, at most what anybody may."""
+        most = self._settings.max_items_per_request
+        return min(most, call.grant.limits.items or most)
+
+    @property
     def unfinished_bytes(self) -> int:
         """Held of results of which parts are missing."""
         return self._inbox.unfinished_bytes
 
-    def resolve(self, spec: str) -> Resolved:
-        """The model of a request. Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict."""
-        if not self._feed.loaded:
-            raise NotReady("the catalogue is not loaded yet")
+    def resolve(self, spec: str, call: Call | None = None) -> Resolved:
+        """The model of a request, an alias' by who calls. Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound,
+        BundleConflict."""
+        catalogue = self.catalogue
         if ".." in spec.split("/"):
             raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
-        return self._feed.catalogue.resolve(spec.removesuffix("/"))
+        return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
 
-    async def answer(self, call: Call, operation: Operation, resolved: Resolved, read: Callable[[], Awaitable[bytes]]) -> Answer:
-        """`POST /v1/{operation}/{model}`. `resolved` comes first: an unknown model is refused before the body is read.
+    async def answer(
+        self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]], send: Callable[[Answer], Awaitable[None]]
+    ) -> None:  # fmt: skip
+        """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the body is read.
 
-        The request counts as in progress from here on, and its budget runs, so that slow uploads are bounded like everything else.
+        The request counts as in progress from here until its reply is sent, which holds its results, and its budget runs, so that slow
+        uploads are bounded like everything else.
         """
-        budget_s = self._budget_s(call.headers)
-        if self.in_progress >= self._settings.max_concurrent_requests:
-            lane, priority = self._lane(call.headers, resolved), self._priority(call.headers)
-            self._metrics.rejected.labels(lane.machine_profile, lane.bundle, "concurrency").inc()
-            raise QueueFull(
-                f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress},
-                retry_after_s=retry_after_s(self._admission.estimate_s(call.key, lane, priority, resolved.residency, 0), 0.0),
-            )  # fmt: skip
+        self._resolve(call, route)
+        call.budget_s = self._budget_s(call.headers)
+        self._check_concurrency(call)
         self._enter(1)
         try:
-            raw = await _within(read, budget_s)
+            await send(await self._answer(call, route, read))
+        finally:
+            self._enter(-1)
+
+    def _resolve(self, call: Call, route: Route) -> None:
+        if route.model is not None:
+            call.resolved = self.resolve(route.model, call)
+
+    async def _answer(self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]]) -> Answer:
+        try:
+            raw = await _within(read, call.budget_s)
             kept = self.away.find(call, raw)
             if kept is not None:
-                return await kept.join(call, budget_s)
+                call.shape = kept.caller.shape
+                return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
             with self.away.attend(call, raw) as run:
-                run.answer = await self._answer(call, operation, resolved, raw, budget_s)
+                run.answer = await self._handled(call, route, raw)
             if run.left:
                 raise ClientGone
             return run.answer
         except Provisioning as error:
-            if "x-sie-sdk-version" not in call.headers:
+            if not route.is_native or "x-sie-sdk-version" not in call.headers:
                 raise
             headers = {"Retry-After": str(error.retry_after_s), "x-should-retry": "true", "X-SIE-Error-Code": error.code}
             return Answer(orjson.dumps(error.extras), "application/json", headers, 202)
-        finally:
-            self._enter(-1)
 
-    async def _answer(self, call: Call, operation: Operation, resolved: Resolved, raw: bytes, budget_s: float) -> Answer:
-        headers = call.headers
-        is_msgpack = "msgpack" in headers.get("content-type", "")
-        body = bodies.decode(raw, msgpack=is_msgpack)
-        items = bodies.items(body, limit=self._settings.max_items_per_request)
-        query = bodies.query(body) if operation == "score" else None
-        resolved, options = self._options(resolved, body, operation, strict=headers.get("x-sie-strict", "").lower() == "true")
-        lane = self._lane(headers, resolved)
+    async def _handled(self, call: Call, route: Route, raw: bytes) -> Answer:
+        """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the way."""
+        while True:
+            try:
+                return await route.handler(self, call, raw)
+            except EntryChanged as error:
+                left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
+                if call.attempt == MOST_ATTEMPTS or left_s <= 0:
+                    message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
+                    raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
+            call.attempt += 1
+            call.charge.refund()
+            await self._renewed(entry, min(RENEWED_WITHIN_S, left_s))
+            self._resolve(call, route)
+
+    async def _renewed(self, entry: ModelEntry, timeout_s: float) -> None:
+        """Have the catalogue read again, until it has another entry of this model."""
+        await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
+
+    def _check_concurrency(self, call: Call) -> None:
+        if self.in_progress < self._settings.max_concurrent_requests:
+            return
+        expected_s: float | None = 0.0
+        lane: Lane | None = None
+        if call.resolved is not None:
+            lane = self._lane(call.headers, call.resolved)
+            expected_s = self._admission.estimate_s(call.key, lane, self._priority(call.headers, None), call.resolved.residency, 0)
+        self._metrics.rejected.labels(lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency").inc()
+        raise QueueFull(
+            f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress},
+            retry_after_s=retry_after_s(expected_s, 0.0),
+        )  # fmt: skip
+
+    def understand(self, call: Call, asked: Asked) -> Understood:
+        """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
+        headers, resolved, call.asked = call.headers, asked.resolved, asked
+        lane = self._lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
+        if asked.run is None:
+            strict = headers.get("x-sie-strict", "").lower() == "true"
+            parameters = _with_error_mode(asked.parameters, headers.get("x-sie-on-item-error", ""))
+            resolved, options = self._options(resolved, parameters, asked.operation, strict=strict)
+            if resolved is not asked.resolved:  # another profile, which other workers may have loaded
+                lane = self._lane(headers, resolved)
+        else:
+            options = RequestOptions(asked.run)
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
         options = _with_warning(options, headers, lane)
-        request = _Request(operation, resolved, options, items, query, lane, self._priority(headers), budget_s)
+        return Understood(asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority))
+
+    async def run(self, call: Call, asked: Asked) -> Finished:
+        """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the result."""
+        return await self.execute(call, self.understand(call, asked))
+
+    async def execute(self, call: Call, request: Understood) -> Finished:
+        """As `run`, for what was understood before."""
         try:
-            done = await self._run(call, request)
+            finished = await self._execute(call, request)
         except QueueFull as error:  # the broker's own refusal knows no depth
-            error.extras.setdefault("queue_depth", self._admission.queue_depth(lane))
+            error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
-        return await self._reply(call, request, done, reply.wants_msgpack(headers.get("accept", ""), is_msgpack))
+        self.shadows.after(call, finished)
+        return finished
 
     def _options(
         self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, *, strict: bool
@@ -209,8 +252,8 @@ class Inference:
         return min(int(raw) / 1000, self._settings.gateway_request_timeout)
 
     @staticmethod
-    def _priority(headers: Mapping[str, str]) -> Priority:
-        raw = headers.get("x-sie-priority", "interactive").lower()
+    def _priority(headers: Mapping[str, str], asked: Priority | None) -> Priority:
+        raw = headers.get("x-sie-priority", asked or "interactive").lower()
         if raw == "bulk":
             return "bulk"
         if raw == "interactive":
@@ -219,31 +262,29 @@ class Inference:
 
     def _lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
-        pool = headers.get("x-sie-pool", "").strip()
+        given = headers.get("x-sie-pool", "").strip()
+        pool = _pool_name(given)
         if "/" in machine_profile:
-            named, _, machine_profile = machine_profile.partition("/")
-            if pool and topology.pool_name(pool) != topology.pool_name(named):
+            before, _, machine_profile = machine_profile.partition("/")
+            named = _pool_name(before)
+            if given and pool != named:
                 raise InvalidInput("X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE", reason="pool_conflict", param="X-SIE-Pool")
             pool = named
-        try:
-            pool = topology.pool_name(pool or "_default")
-        except ValueError as error:
-            raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
 
-    async def _run(self, call: Call, request: _Request) -> _Collected:
+    async def _execute(self, call: Call, request: Understood) -> Finished:
         """Publish what can run, wait for all of it, put it beside what could not."""
-        resolved, run, lane, budget_s = request.resolved, request.options.run, request.lane, request.budget_s
-        bad_query = None if request.query is None else _unusable(request.query, resolved)
+        resolved, run, lane = request.resolved, request.options.run, request.lane
+        bad_query = None if request.query is None else _unusable(request.query, request)
         if bad_query is not None:
             raise InvalidInput(f"query: {bad_query.error.message}", reason=bad_query.error.reason, param="query")
-        refused = {index: failure for index, item in enumerate(request.items) if (failure := _unusable(item, resolved)) is not None}
-        runnable = [(index, item.text) for index, item in enumerate(request.items) if index not in refused and item.text is not None]
-        collected = _Collected(len(request.items), refused)
+        refused = {index: failure for index, item in enumerate(request.items) if (failure := _unusable(item, request)) is not None}
+        runnable = [(index, item) for index, item in enumerate(request.items) if index not in refused]
+        finished = Finished(request, refused)
         if not runnable:
-            return collected
-        query = request.query.text if request.query else None
-        query_bytes = len(query.encode()) if query else 0
+            return finished
+        query = request.query
+        query_bytes = query.size if query else 0
         # what every message of the request repeats, beside its inputs
         options_bytes = len(messages.encode(run))
         shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
@@ -255,7 +296,7 @@ class Inference:
                 name = "query" if query_bytes > shared_bytes // 2 else "labels" if run.labels else "instruction"
                 raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
             payload_bytes = STORED_CHUNK_BYTES
-        sizes = bodies.sizes([text for _, text in runnable], limit=bodies.MAX_BODY_BYTES if any_size else payload_bytes)
+        sizes = bodies.sizes([item for _, item in runnable], limit=bodies.MAX_BODY_BYTES if any_size else payload_bytes)
         chunk_cost = self._admission.chunk_cost(lane, request.priority, resolved.residency)
         limits = chunk.Limits(chunk_cost, payload_bytes, self._queue.result_bytes)
         max_tokens = resolved.entry.max_tokens
@@ -271,34 +312,50 @@ class Inference:
             name = "query" if query_bytes > shared_bytes // 2 else "instruction"
             message = f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {bodies.MAX_BODY_BYTES} are allowed in all"
             raise PayloadTooLarge(message, param=name, extras={"limit": bodies.MAX_BODY_BYTES // len(chunks)})
-        revision = self._feed.catalogue.revisions.get(resolved.entry.id, 0)
-        deadline_s = call.received_s + budget_s
+        catalogue, entry = self._feed.catalogue, resolved.entry
+        if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
+            raise EntryChanged(entry)
+        revision = catalogue.revisions.get(entry.id, 0)
+        deadline_s = call.received_s + call.budget_s
+
+        # the one route that workers count apart from its operation
+        endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
 
         def work_item(number: int) -> WorkItem:
             piece = chunks[number]
             return WorkItem(
-                request=call.id, chunk=number, model=resolved.entry.id, revision=resolved.entry.revision, operation=request.operation,
-                inputs=tuple(Input(text) for _, text in runnable[piece.start : piece.stop]), options=run,
-                reply=self._inbox.address(call.id), budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)), first=piece.start,
-                profile=resolved.profile, config_revision=revision, priority=request.priority, cost=piece.cost,
-                traceparent=_traceparent(call.headers), query=None if query is None else Input(query),
+                request=call.work_id, chunk=number, model=entry.id, revision=entry.revision, operation=request.operation,
+                inputs=tuple(_input(item) for _, item in runnable[piece.start : piece.stop]), options=run,
+                reply=self._inbox.address(call.work_id), budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
+                first=piece.start, profile=resolved.profile, config_revision=revision, priority=request.priority, cost=piece.cost,
+                traceparent=_traceparent(call.headers), query=None if query is None else _input(query), endpoint=endpoint,
             )  # fmt: skip
 
+        if request.operation in ("tokenize", "decode"):  # nothing of the device
+            chunks = [replace(piece, cost=1) for piece in chunks]
         costs = [piece.cost for piece in chunks]
         self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), deadline_s - time.perf_counter())
+        call.charge.take(sum(costs))
         permits = self._admission.enter(call.key, lane, request.priority, resolved.residency, costs, sum(sizes))
+
+        def on_taken(result: WorkResult) -> None:
+            permits.taken(result)
+            if any(isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED for outcome in result.outcomes):
+                collector.fail(EntryChanged(entry))
+
         published_s = time.perf_counter()
         try:
             if permits.is_cold:
                 self._cold.asked(lane)
-            collector = self._inbox.open(call.id, len(chunks))
+            collector = self._inbox.open(call.work_id, len(chunks), lane.pool)
             try:
-                collector.on_taken = permits.taken
+                collector.on_taken = on_taken
                 sending = Sending(
                     self._queue, self._admission.peers, lane, request.priority, permits, work_item, collector, deadline_s
                 )
                 try:
                     await sending.start()
+                    finished.publish_ms = (time.perf_counter() - published_s) * 1000
                     await self._results(call, request, collector, deadline_s)
                     await sending.finish()
                 except BaseException:
@@ -309,17 +366,18 @@ class Inference:
         finally:
             permits.close()
         results = [result for result in collector.results if result is not None]
-        self._metrics.result_wait.labels(request.operation).observe(collector.last_arrival_s - published_s)
-        collected.take([index for index, _ in runnable], chunks, results)
-        collected.wait_ms = (collector.last_arrival_s - published_s) * 1000
-        return collected
+        self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
+        waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
+        finished.take([index for index, _ in runnable], chunks, results, waits_ms)
+        call.charge.settle(finished.usage["total_tokens"])
+        return finished
 
-    async def _results(self, call: Call, request: _Request, collector: Collector, deadline_s: float) -> None:
+    async def _results(self, call: Call, request: Understood, collector: Collector, deadline_s: float) -> None:
         """Wait for all of them to the end of the budget, and at the end of the hold see whether that makes sense.
 
         Raises ModelLoading, Provisioning, GatewayTimeout, and what the collector was failed with.
         """
-        hold_s = call.received_s + min(request.budget_s, self._settings.load_hold_s)
+        hold_s = call.received_s + min(call.budget_s, self._settings.load_hold_s)
         try:
             await collector.wait(max(0.0, hold_s - time.perf_counter()))
         except TimeoutError:
@@ -327,59 +385,27 @@ class Inference:
             try:
                 await collector.wait(max(0.0, deadline_s - time.perf_counter()))
             except TimeoutError as error:
-                raise GatewayTimeout(f"no result within the budget of {request.budget_s:g} s") from error
+                raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
 
-    async def _reply(self, call: Call, request: _Request, done: _Collected, msgpack: bool) -> Answer:
-        resolved, options, items = request.resolved, request.options, request.items
-        outcomes = reply.placed(len(items), done.results, done.positions)
-        failures = reply.failures_of(outcomes)
-        failure = reply.failure_of(items, failures, any_fails=options.on_item_error == "fail")
-        if failure is not None:
-            raise FailedRequest(*failure)
-        tokens, truncated = done.usage()
-        real = done.worker_results()
-        fingerprint = real[0].fingerprint if real else ""
-        content: dict[str, Any] = {"model": resolved.requested}
-        slots: list[dict[str, Any]] = []
-        if request.operation == "score":
-            if request.query is not None and request.query.id is not None:
-                content["query_id"] = request.query.id
-            content["scores"] = reply.score_entries(items, outcomes)
-        elif request.operation == "extract":
-            content["items"] = reply.extract_slots(items, outcomes)
-        else:
-            slots = content["items"] = reply.encode_slots(items, outcomes, resolved.entry, options.run, msgpack=msgpack)
-        timing = reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=done.wait_ms, last=done.last)
-        if options.item_timing:
-            for slot in slots:
-                slot["timing"] = timing
-        content["timing"] = timing
-        content["usage"] = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": truncated}
-        content["fingerprint"] = fingerprint
-        if options.run.muvera is not None:
-            content["muvera"] = msgspec.to_builtins(options.run.muvera)
-        if options.warnings:
-            content["warnings"] = list(options.warnings)
-        if call.headers.get("x-sie-explain") == "1":
-            content["explain"] = [
-                msgspec.to_builtins({"worker": result.worker, "chunk": result.chunk, "batch": result.batch, "stages": result.stages})
-                for result in real
-            ]
-        values = sum(len(result.block) for result in real) // 4
-        data, content_type = await reply.encode_in_turns(content, values, msgpack=msgpack)
-        failed = sum(1 for entry in failures if entry is not None)
-        headers = {
-            "X-SIE-Model": resolved.canonical,
-            "X-SIE-Model-Revision": resolved.entry.revision,
-            "X-SIE-Fingerprint": fingerprint,
-            "X-SIE-Bundle": resolved.entry.bundle,
-            "X-SIE-Worker": ",".join(sorted({result.worker for result in real})),
-            **reply.timing_headers(timing),
-            **({"X-Payload-Fetch-Time": f"{done.last.stages.fetch_ms:.2f}"} if done.last and done.last.stages.fetch_ms else {}),
-            **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
-            **({"X-SIE-Truncated-Items": str(len(truncated))} if truncated else {}),
-        }
-        return Answer(data, content_type, headers)
+
+def _pool_name(given: str) -> str:
+    """The pool that a header names, the default one where it names none. Raises InvalidInput with reason pool_name."""
+    try:
+        return topology.pool_name(given or "_default")
+    except ValueError as error:
+        raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
+
+
+def _with_error_mode(parameters: Mapping[str, Any], mode: str) -> Mapping[str, Any]:
+    """The parameters with what the header says of failed inputs, which any word of the body outweighs. Raises InvalidInput."""
+    if not mode:
+        return parameters
+    if mode not in ("slot", "fail"):
+        raise InvalidInput("X-SIE-On-Item-Error: expected slot or fail", reason="schema", param="X-SIE-On-Item-Error")
+    options = parameters.get("options")
+    if options is not None and not isinstance(options, dict):
+        return parameters  # refused with all others of its kind
+    return {**parameters, "options": {"on_item_error": mode, **(options or {})}}
 
 
 def _with_warning(options: RequestOptions, headers: Mapping[str, str], lane: Lane) -> RequestOptions:
@@ -393,6 +419,8 @@ def _with_warning(options: RequestOptions, headers: Mapping[str, str], lane: Lan
 
 def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
     """What the result of an input may take in a message, roughly: bytes of its own and bytes for each of its tokens."""
+    if operation in ("tokenize", "decode"):
+        return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":
         labels = sum(len(label.encode()) + LABEL_RESULT_BYTES for label in run.labels) if "classifications" in entry.outputs else 0
         return ITEM_RESULT_OVERHEAD_BYTES + labels, EXTRACTED_TOKEN_BYTES
@@ -401,7 +429,8 @@ def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> t
         if name == "dense":
             values = run.muvera.width(entry.outputs["multivector"]) if run.muvera else entry.outputs["dense"]
         else:
-            token_values += 2 * SPARSE_IDS_PER_TOKEN if name == "sparse" else entry.outputs[name]
+            width = entry.outputs["dense" if name == TOKEN_STATES else name]
+            token_values += 2 * SPARSE_IDS_PER_TOKEN if name == "sparse" else width
     return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
 
 
@@ -427,53 +456,23 @@ def _traceparent(headers: Mapping[str, str]) -> str:
     return given if len(given) <= 64 and _TRACEPARENT.fullmatch(given) else ""
 
 
-def _unusable(item: Item, resolved: Resolved) -> Failed | None:
+def _unusable(item: Item, request: Understood) -> Failed | None:
     """Why this item cannot be run by this model, before anything is queued; None if it can."""
-    foreign = [modality for modality in item.modalities if modality not in resolved.entry.inputs]
+    entry = request.resolved.entry
+    taken = [*entry.inputs]
+    if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
+        taken.append("multivector")
+    foreign = [modality for modality in item.modalities if modality not in taken]
     if foreign:
-        message = f"{resolved.entry.id} takes {', '.join(resolved.entry.inputs)}, not {foreign[0]}"
+        message = f"{entry.id} takes {', '.join(taken)}, not {foreign[0]}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
-    if item.text is None:
-        return Failed(ErrorInfo("INVALID_INPUT", f"the item has no text (got {describe(None)})", reason="empty_item"))
+    if item.is_empty:
+        return Failed(ErrorInfo("INVALID_INPUT", f"text: expected str, got {describe(None)}", reason="empty_item", param="text"))
     return None
 
 
-class _Collected:
-    """Outcomes at their places among the inputs, those that were refused here included."""
-
-    def __init__(self, count: int, refused: Mapping[int, Failed]) -> None:
-        self.results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
-        self.positions: list[list[int]] = [[index] for index in refused]
-        self.wait_ms = 0.0
-        self.last: WorkResult | None = None
-        self._count = count
-
-    def take(self, indices: list[int], chunks: list[chunk.Chunk], results: list[WorkResult]) -> None:
-        for piece, result in zip(chunks, results, strict=True):
-            places = indices[piece.start : piece.stop]
-            if len(places) != len(result.outcomes):
-                raise InvalidOutcomeCount(len(result.outcomes), len(places))
-            self.results.append(result)
-            self.positions.append(places)
-        self.last = max(results, key=lambda result: result.stages.worker_ms)
-
-    def worker_results(self) -> list[WorkResult]:
-        return [result for result in self.results if result.chunk >= 0]
-
-    def usage(self) -> tuple[int, list[int]]:
-        """Tokens that were run, and the positions of inputs that were cut."""
-        tokens, truncated = 0, []
-        for result, places in zip(self.results, self.positions, strict=True):
-            for place, outcome in zip(places, result.outcomes, strict=True):
-                if not isinstance(outcome, Failed):
-                    tokens += outcome.tokens
-                    if outcome.truncated:
-                        truncated.append(place)
-        return tokens, sorted(truncated)
-
-
-class InvalidOutcomeCount(Exception):
-    """A worker answered a chunk with another number of outcomes than it has inputs: nothing of it can be trusted."""
-
-    def __init__(self, got: int, expected: int) -> None:
-        super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")
+def _input(item: Item) -> Input:
+    """What travels of an item."""
+    if item.tokens is None and item.pair is None and item.vectors is None:
+        return Input(item.text)
+    return Input(item.text, tokens=item.tokens, pair=item.pair, vectors=None if item.vectors is None else Vectors.of(item.vectors))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from sie_contracts import muvera
-from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, RunDefaults
+from sie_contracts.catalogue import Catalogue, ModelEntry, listed_outputs, widths
 from sie_contracts.options import LORA_FAMILIES
+from sie_gateway.aliases import alias_infos
 from sie_gateway.fleet import Fleet
 
-_OUTPUTS = ("dense", "sparse", "multivector", "score", "json")
-
+_SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
     """One ModelInfo. A variant carries `variant_of`."""
@@ -22,38 +22,38 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     loaded = sorted(beat.worker for beat, status in reports if status.state == "loaded")
     info: dict[str, Any] = {
         "name": resolved.canonical, "id": resolved.canonical, "object": "model", "created": 0, "owned_by": entry.id.partition("/")[0],
-        "inputs": list(entry.inputs), "outputs": _outputs(entry), "tasks": list(entry.tasks),
-        "dims": _dims(entry, resolved.run),
+        "inputs": list(entry.inputs), "outputs": listed_outputs(entry), "tasks": list(entry.tasks),
+        "dims": widths(entry, resolved.run),
         "loaded": state == "loaded", "state": state,
         "last_error": None if error is None else {
             "code": error.extras.get("error_class", "UNKNOWN"), "attempts": error.extras.get("attempts", 1),
             "permanent": error.extras.get("permanent", False), "message": error.message,
         },
         "max_sequence_length": entry.max_tokens,
-        "profiles": {"default": {"is_default": True}, **{name: {"is_default": False} for name in entry.profiles}},
-        "bundles": [entry.bundle], "worker_count": len(loaded), "workers": loaded,
+        "profiles": {name: _profile(entry, name) for name in ("default", *entry.profiles)},
+        "bundles": list(catalogue.bundles_of(entry)), "worker_count": len(loaded), "workers": loaded,
         "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None, "score_scale": score_scale(entry),
         "supports_lora": entry.family in LORA_FAMILIES, "prompts": sorted(entry.prompts), "revision": entry.revision,
         "certificate": certificate,
         "fingerprint": fingerprint,
+        "downloads": [
+            {"worker": worker, "done_bytes": each.done_bytes, "total_bytes": each.total_bytes, "bytes_per_s": each.bytes_per_s}
+            for worker, each in fleet.downloads(resolved.residency)
+        ],
     }  # fmt: skip
     if profile != "default":
         info["variant_of"] = entry.id
     return info
 
 
-def _outputs(entry: ModelEntry) -> list[str]:
-    tasks = {"score": "score", "json": "extract"}
-    return [name for name in _OUTPUTS if (tasks[name] in entry.tasks if name in tasks else name in entry.outputs)]
-
-
-def _dims(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """The width of each vector; of a profile with MUVERA that of its result."""
-    found = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
-    if run.muvera and "multivector" in found:
-        own = run.muvera if isinstance(run.muvera, dict) else {}
-        found["dense"] = muvera.parse({**entry.head.muvera, **own} or True, None, "muvera").width(found["multivector"])
-    return found
+def _profile(entry: ModelEntry, name: str) -> dict[str, Any]:
+    """What a profile decides of a request by itself."""
+    run = Catalogue.resolve_profile(entry, name, entry.id).run
+    return {
+        "is_default": name == "default",
+        **({"output_types": list(run.output_types)} if run.output_types else {}),
+        **({"lora_id": run.lora} if run.lora else {}),
+    }
 
 
 def score_scale(entry: ModelEntry) -> str | None:
@@ -67,17 +67,17 @@ def score_scale(entry: ModelEntry) -> str | None:
     return {"identity": "logit", None: None}.get(entry.head.activation, "probability")
 
 
-def model_list(
+async def model_list(
     catalogue: Catalogue, fleet: Fleet, *, task: str = "", output: str = "", loaded: bool = False, variants: bool = True
 ) -> list[dict[str, Any]]:
-    """All models in order of name, each followed by its variants."""
-    infos = [
-        model_info(catalogue, fleet, entry, profile)
-        for _, entry in sorted(catalogue.entries.items())
-        for profile in ("default", *(sorted(entry.profiles) if variants else ()))
-    ]
+    """All models in order of name, each followed by its variants, then the aliases."""
+    infos: list[dict[str, Any]] = []
+    for number, (_, entry) in enumerate(sorted(catalogue.entries.items()), 1):
+        infos += [model_info(catalogue, fleet, entry, profile) for profile in ("default", *(sorted(entry.profiles) if variants else ()))]
+        if number % _SLICE == 0:
+            await asyncio.sleep(0)
     return [
         info
-        for info in infos
+        for info in infos + alias_infos(catalogue, fleet)
         if (not task or task in info["tasks"]) and (not output or output in info["outputs"]) and (not loaded or info["loaded"])
     ]

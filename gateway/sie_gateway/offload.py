@@ -15,9 +15,10 @@ import msgspec
 from sie_contracts import messages
 from sie_contracts.errors import QueueUnavailable
 from sie_contracts.messages import Payload, WorkItem
-from sie_contracts.payloads import PayloadStore, StoreError
+from sie_contracts.payloads import PayloadStore
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import SettingError, Settings
+from sie_contracts.stores import StoreError
 from sie_gateway.metrics import Metrics
 
 TTL_MARGIN_S = 3600

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -18,12 +19,14 @@ from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, BrokerError, CoreMessage
 from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority
 from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import default_worker_id
 from sie_contracts.topology import Lane
 
 EVERY_S = 1.0
 SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # of the messages that the mean cost is made of
 RATE_S = 10.0  # time constant of the tokens a second
+QPS_BEATS = 10  # announcements over which answers are counted
 _LEAST_MESSAGES = 0.01  # a lane without traffic is forgotten after some ten half-lives
 _logger = logging.getLogger("sie.gateway.peers")
 
@@ -57,13 +60,16 @@ class Peers:
     def __init__(
         self, broker: Broker, waiting: Callable[[], Mapping[tuple[Lane, Priority], int]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = f"{default_worker_id()}-{uuid.uuid4().hex[:12]}"
+        self.epoch: Callable[[], str] = str  # of the catalogue that this gateway serves by
         self._broker = broker
         self._waiting = waiting
         self._clock = clock
         self._flows: dict[tuple[Lane, Priority], _Flow] = {}
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
+        self._answered = 0
+        self._answers: deque[tuple[int, float]] = deque(maxlen=QPS_BEATS)  # answers, and in how many seconds
 
     async def start(self) -> None:
         await self._broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
@@ -89,6 +95,14 @@ class Peers:
         flow.tokens += cost
         flow.fresh += cost
 
+    def answered(self) -> None:
+        """Account for an inference request that was answered, whatever the answer."""
+        self._answered += 1
+
+    def qps(self) -> float:
+        """Inference requests that all live gateways answer per second."""
+        return sum(beat.qps for beat in self._live())
+
     def beat(self) -> GatewayBeat:
         """This gateway's next announcement."""
         now_s = self._clock()
@@ -103,7 +117,10 @@ class Peers:
         }
         for (lane, priority), tokens in waiting.items():
             traffic.setdefault(f"{lane}.{priority}", LaneTraffic(0.0, 0.0, 0.0, tokens))
-        return GatewayBeat(self.id, traffic=traffic)
+        self._answers.append((self._answered, seconds))
+        self._answered = 0
+        qps = sum(count for count, _ in self._answers) / sum(took_s for _, took_s in self._answers)
+        return GatewayBeat(self.id, traffic=traffic, qps=round(qps, 3), config_epoch=self.epoch())
 
     async def _on_beat(self, message: CoreMessage) -> None:
         try:
@@ -128,6 +145,10 @@ class Peers:
     def count(self) -> int:
         """Gateways that live, this one included."""
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
+
+    def epochs(self) -> dict[str, str]:
+        """The epoch of the catalogue that each live gateway serves by; this one's is that of now."""
+        return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self.epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
         """What each live gateway announced of a lane and priority."""

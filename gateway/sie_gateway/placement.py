@@ -229,6 +229,7 @@ class Placer:
         self._tables: dict[str, tuple[int, Placement]] = {}
         self._planners: dict[Lane, Planner] = {}
         self._cold = asyncio.Event()
+        self.serves: Callable[[str], bool] = lambda pool: True  # whether a pool is there
 
     async def start(self, *, storage: str, replicas: int) -> None:
         """Open the bucket, making it if it is not there, and learn what it holds. May be called again. Raises BrokerError."""
@@ -251,6 +252,11 @@ class Placer:
     def table(self, lane: Lane) -> Placement | None:
         known = self._tables.get(topology.lane_key(lane))
         return known[1] if known else None
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        for lane in [lane for lane in self._planners if lane.pool == pool]:
+            del self._planners[lane]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
         """Work of one model is being published. Without a live host it is placed at once."""
@@ -288,7 +294,7 @@ class Placer:
         if self._first_s is None:
             self._first_s = self._now_s()
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
-        for lane in live.keys() | self._planners.keys():
+        for lane in [lane for lane in live.keys() | self._planners.keys() if self.serves(lane.pool)]:
             planner, of_lane = self._planner(lane), live.get(lane, [])
             table = self.table(lane)
             if table is not None and self._now_s() - self._first_s < UNHEARD_S:

@@ -10,13 +10,15 @@ from collections.abc import Callable
 
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
-from sie_contracts.errors import QueueUnavailable
+from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.payloads import open_store
 from sie_contracts.runtime.clock import BrokerClock
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_contracts.runtime.http import HttpServer
+from sie_contracts.runtime.keys import Keys
 from sie_contracts.runtime.process import Stop, Tasks, retry
+from sie_contracts.runtime.websocket import WebSocketProtocol
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
 from sie_gateway.app import Gateway, create_app, metrics_app
@@ -29,13 +31,15 @@ from sie_gateway.inference import Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_gateway.placement import Ages, Placer
+from sie_gateway.pools import Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
 from sie_gateway.scaling import Scaling
+from sie_gateway.status import Status
 
-EPOCH_POLL_S = 10.0
+EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-DRAIN_S = 9.0  # with the 5 s that open connections get, inside the 15 s of a default grace period
+DRAIN_S = 8.0  # `sie serve` gives 9.5 s, a default grace period 15
 _SETTINGS = {  # what to blame for a field of the stream that differs
     "storage": "SIE_STREAM_STORAGE", "replicas": "SIE_STREAM_REPLICAS", "max_bytes": "SIE_QUEUE_MAX_BYTES",
     "max_age_s": "SIE_GATEWAY_REQUEST_TIMEOUT",
@@ -70,17 +74,23 @@ async def serve(
     store = open_store(settings.payload_store_url)
     offload = Offload(store, life_s(settings, settings.gateway_request_timeout + LOAD_CEILING_S), metrics) if store is not None else None
     queue = WorkQueue(broker, settings, metrics, on_lost, offload)
-    pools = {topology.pool_name("default"), settings.pool}
     clock = BrokerClock(broker, topology.stream_name(settings.pool))
+    pools = Pools(settings, broker, fleet, queue, inbox, clock, metrics)
     backlog = Backlog(broker, pools)
     placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, Ages(broker, backlog, clock.now_s).of, clock.now_s)
     queue.on_publish = placer.note
     admission = Admission(settings, broker, fleet, backlog, metrics)
+    admission.peers.epoch = lambda: feed.catalogue.epoch
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
+    cold = ColdStarts(fleet, demand, metrics)
+    for part in (admission, backlog, placer, demand, cold):
+        pools.on_gone.append(part.forget)
     scaling = Scaling(settings, broker, feed, fleet, backlog, admission.peers, demand, pools, clock.now_s)
-    inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, ColdStarts(fleet, demand, metrics))
-    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, nats_monitor_url, scaling, admission, demand)
-    main = HttpServer(create_app(gateway), host, port, setting="--port")
+    inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, cold)
+    status = Status(settings, broker, feed, fleet, admission.peers, pools.own, nats_monitor_url)
+    keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
+    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools)
+    main = HttpServer(create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol)
     try:
         side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
     except SettingError:
@@ -92,6 +102,8 @@ async def serve(
     await side.start()
     try:
         tasks.start(feed.run(stop), "catalogue feed")
+        if keys is not None:
+            tasks.start(keys.run(stop), "keys")
         if offload is not None:
             tasks.start(offload.run(stop), "payload clean-up")
         await fleet.start()
@@ -112,6 +124,9 @@ async def serve(
         tasks.start(admission.peers.run(stop), "announcements")
         tasks.start(demand.run(stop), "demand")
         tasks.start(placer.run(stop), "placement")
+        tasks.start(pools.run(stop), "pools")
+        tasks.start(status.run(stop), "status")
+        tasks.start(status.sockets.run(stop), "status sockets")
 
         async def on_reconnect() -> None:
             await retry(queue.reverify, errors=(BrokerError,), stop=stop, logger=_logger, what="verifying the queue after a reconnect")
@@ -124,10 +139,13 @@ async def serve(
         await stop.wait()
         gateway.draining = True
         inference.away.close()
+        await inference.shadows.close()
         _logger.info("gateway draining, %d requests in progress", inference.in_progress)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await inference.idle.wait()
+        if inference.in_progress:
+            inbox.fail_all(ShuttingDown("this gateway is shutting down; another one takes the request"))
     finally:
         stop.request()
         if owning is not None and not owning.done():
@@ -144,14 +162,15 @@ async def serve(
     return 1 if tasks.failed else 0
 
 
-async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: set[str]) -> None:
-    """Make the bucket of tables, then the pools' streams, for which workers wait.
+async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: Pools) -> None:
+    """Make the buckets of tables and of reservations, then the streams of this installation's own pools, for which workers wait.
 
     A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError.
     """
     try:
         await placer.start(storage=settings.stream_storage, replicas=settings.stream_replicas)
-        for pool in sorted(pools):
+        await pools.start()
+        for pool in sorted(pools.own):
             await queue.ensure_pool(pool)
     except TopologyMismatch as error:
         raise SettingError(_SETTINGS.get(error.field, "SIE_POOL"), str(error)) from error

@@ -8,11 +8,11 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
-from sie_contracts.errors import PayloadTooLarge, QueueFull, QueueUnavailable
+from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.messages import Cancel, WorkItem
 from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.runtime.process import Tasks
@@ -35,12 +35,20 @@ LEAST_PAYLOAD_BYTES = 64 << 10  # a result of one input of the widest model, and
 _logger = logging.getLogger("sie.gateway.queue")
 
 
-def work_spec(settings: Settings, pool: str) -> topology.StreamSpec:
-    """The work stream of a pool, as these settings want it."""
+def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
+    """The work stream of a pool, as these settings want it. `reserved`: it is that of a reservation."""
+    max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
-        pool, storage=settings.stream_storage, replicas=settings.stream_replicas, max_bytes=settings.queue_max_bytes,
-        max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S, max_per_subject=topology.per_subject_limit(settings.queue_max_bytes),
+        pool, storage=settings.stream_storage, replicas=settings.stream_replicas, max_bytes=max_bytes,
+        max_age_s=settings.gateway_request_timeout + LOAD_CEILING_S, max_per_subject=topology.per_subject_limit(max_bytes),
     )  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """Where a message lies. A stream that was lost and made anew counts from 1 again: there the sequence is somebody else's message."""
+
+    created: str  # of the stream, as the broker tells it
+    sequence: int
 
 
 class WorkQueue:
@@ -56,6 +64,8 @@ class WorkQueue:
         self._on_lost = on_lost
         self._offload = offload
         self.on_publish: Callable[[Lane, Sequence[WorkItem]], object] = lambda lane, items: None
+        self.serves: Callable[[str], bool] = lambda pool: True  # whether a pool is there
+        self.is_reservation: Callable[[str], bool] = lambda pool: False
         self._created: dict[str, str] = {}  # stream name -> when the broker created it
         self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
         self._ensuring = Shared()
@@ -86,20 +96,41 @@ class WorkQueue:
     async def ensure_pool(self, pool: str) -> None:
         """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and told so.
 
-        All requests that meet a broker which does not answer come here between their attempts: they share one. Raises BrokerError.
+        All requests that meet a broker which does not answer come here between their attempts: they share one.
+        Raises PoolNotFound for a reservation that has ended, BrokerError.
         """
         await self._ensuring.run(pool, functools.partial(self._ensure_pool, pool))
 
     async def _ensure_pool(self, pool: str) -> None:
-        await self._ensure_dead_letters(pool)
-        spec = work_spec(self._settings, pool)
+        self._require(pool)
+        reserved = self.is_reservation(pool)
+        if not reserved:  # its dead letters outlive a reservation, so its workers put them to those of their own pool
+            await self._ensure_dead_letters(pool)
+        spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
+        if not self.serves(pool):  # it ended meanwhile, and may have been removed before this made it again
+            await self._broker.delete_stream(spec.name)
+            self._require(pool)
         before = self._created.get(spec.name)
         self._created[spec.name] = state.created
         if before is not None and before != state.created:
             self.consumers.forget(pool)
             self._on_lost()
         await self.consumers.follow(pool)
+
+    def _require(self, pool: str) -> None:
+        if not self.serves(pool):
+            raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
+
+    async def forget_pool(self, pool: str) -> None:
+        """A reservation has ended."""
+        self._created.pop(topology.stream_name(pool), None)
+        await self.consumers.unfollow(pool)
+
+    async def remove_pool(self, pool: str) -> None:
+        """Remove the stream of a reservation that has ended, with what waits in it. Raises BrokerError."""
+        await self.forget_pool(pool)
+        await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
         """What workers need before they find the pool's stream: where work is kept that was given up, and the marks of poison."""
@@ -115,13 +146,14 @@ class WorkQueue:
         """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
         if self._broker.max_payload < LEAST_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
-        for name in list(self._created):
-            await self.ensure_pool(name.removeprefix("WORK_"))
+        for pool in [name.removeprefix("WORK_") for name in self._created]:
+            if self.serves(pool):
+                await self.ensure_pool(pool)
         await self.consumers.reverify()
         return True
 
-    async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[int]:
-        """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns their sequences.
+    async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[Stored]:
+        """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns where they lie.
 
         A message is kept also before its consumer exists, so both are made at once. Raises QueueFull, QueueUnavailable.
         """
@@ -132,16 +164,18 @@ class WorkQueue:
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
         if len(items) == 1 and self.consumers.known(spec):  # nearly every request: no task, no turn
-            sequences = [await self._publish_one(lane, subject, first, deadline_s)]
+            stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
-            sequences = await self._publish_all(lane, subject, spec, items, deadline_s)
+            stored = await self._publish_all(lane, subject, spec, items, deadline_s)
         self._metrics.publish.labels(first.operation).observe(time.perf_counter() - started_s)
-        return sequences
+        return stored
 
-    async def _publish_all(self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float) -> list[int]:
+    async def _publish_all(
+        self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
+    ) -> list[Stored]:
         turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)  # the messages of a large request are not all in memory at once
 
-        async def in_turn(item: WorkItem) -> int:
+        async def in_turn(item: WorkItem) -> Stored:
             async with turns:
                 return await self._publish_one(lane, subject, item, deadline_s)
 
@@ -149,12 +183,12 @@ class WorkQueue:
         ensure = functools.partial(self.consumers.ensure, spec)
         consumer = [] if self.consumers.known(spec) else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
         try:
-            sequences = await asyncio.gather(*tasks)
+            stored = await asyncio.gather(*tasks)
             await asyncio.gather(*consumer)
         except BaseException:
             self.undo(self._publish_undone(lane.pool, [*tasks, *consumer], items[0].request))
             raise
-        return sequences
+        return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
         """Have this done beside everything else: the answer of a request that failed does not wait for it."""
@@ -172,21 +206,26 @@ class WorkQueue:
         for task in tasks:
             task.cancel()
         settled = await asyncio.gather(*tasks, return_exceptions=True)
-        await self.withdraw(pool, [sequence for sequence in settled if isinstance(sequence, int)], request)
+        await self.withdraw(pool, [stored for stored in settled if isinstance(stored, Stored)], request)
 
-    async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> int:
+    async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> Stored:
         """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message ends it."""
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
-        sequence, tried = 0, False
+        stored, tried = Stored("", 0), False
         data = messages.encode(item)
         if self._offload is not None and len(data) > self.payload_bytes and self._is_too_large(item, len(data)):
             data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
 
         async def attempt() -> None:
-            nonlocal sequence, tried
-            tried = True
+            nonlocal stored, tried
+            tried, created = True, self._created_of(lane.pool)
             failpoint("queue.before_publish")
-            sequence = (await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))).sequence
+            try:
+                published = await self._broker.publish(subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s))
+            except BrokerError:
+                self._metrics.ack_failures.inc()
+                raise
+            stored = Stored(created, published.sequence)
             failpoint("queue.published")
 
         try:
@@ -195,18 +234,22 @@ class WorkQueue:
             if tried:
                 self.undo(self._take_back(lane.pool, subject, data, message_id, item.request))
             raise
-        return sequence
+        return stored
+
+    def _created_of(self, pool: str) -> str:
+        return self._created.get(topology.stream_name(pool), "")
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
         """Withdraw what may be stored or not: the same message id again is answered with its sequence."""
         with contextlib.suppress(BrokerError):  # then its age limit removes it
+            created = self._created_of(pool)
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
-            await self.withdraw(pool, [sequence], request)
+            await self.withdraw(pool, [Stored(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
         """Whether its inputs pass the inline limit, or all of it what the broker takes."""
         inputs = (*item.inputs, item.query) if item.query else item.inputs
-        size = sum(len(each.text.encode()) for each in inputs if each.text)
+        size = sum(each.nbytes for each in inputs)
         return size > self.payload_bytes or message_bytes > self._broker.max_payload - HEADER_BYTES
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
@@ -244,24 +287,33 @@ class WorkQueue:
             else:
                 return
 
-    async def withdraw(self, pool: str, sequences: Sequence[int], request: str = "") -> None:
+    async def withdraw(self, pool: str, stored: Sequence[Stored], request: str = "") -> None:
         """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age limit will.
 
-        With `request`, workers are told as well, so that what they hold of it does not run.
+        What lay in a stream that was lost since is gone with it, and its sequences are left alone. With `request`, workers are told as
+        well, and then: one that has room before the rest is gone would take more of it.
         """
+        if stored and self.serves(pool):
+            try:
+                await self._remove(topology.stream_name(pool), stored)
+            except BrokerError as error:
+                _logger.warning("of %d withdrawn messages not all could be removed: %s", len(stored), error)
         if request:
             failpoint("queue.before_cancel")
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(Cancel((request,))))
             except BrokerError as error:
                 _logger.info("request %s: its workers were not told that nobody waits: %s", request, error)
-        stream = topology.stream_name(pool)
-        for start in range(0, len(sequences), PUBLISHES_AT_ONCE):
-            removals = (self._broker.delete(stream, sequence) for sequence in sequences[start : start + PUBLISHES_AT_ONCE])
-            failed = [outcome for outcome in await asyncio.gather(*removals, return_exceptions=True) if isinstance(outcome, BaseException)]
-            if failed:
-                _logger.warning("of %d withdrawn messages not all could be removed: %s", len(sequences), failed[0])
-                return
+
+    async def _remove(self, stream: str, stored: Sequence[Stored]) -> None:
+        """Raises BrokerError."""
+        for start in range(0, len(stored), PUBLISHES_AT_ONCE):
+            created = (await self._broker.stream_state(stream)).created  # a lost stream may not be known yet
+            piece = stored[start : start + PUBLISHES_AT_ONCE]
+            removals = [self._broker.delete(stream, each.sequence) for each in piece if each.created == created]
+            for outcome in await asyncio.gather(*removals, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:

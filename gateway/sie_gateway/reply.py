@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,11 +15,14 @@ from sie_contracts import arrays
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import AllItemsFailed, ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_contracts.runtime.http import Body
 from sie_gateway.body import Item
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-_EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
-JSON_VALUES = 50_000  # numbers, some 5 ms
+EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
+WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
+RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
+PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
 _TIMING_HEADERS = (
     ("X-Queue-Time", "queue_time"), ("X-Tokenization-Time", "preprocess_time"), ("X-Inference-Time", "inference_time"),
     ("X-Postprocessing-Time", "postprocess_time"), ("X-Total-Time", "total_time"), ("X-Batch-Wait-Time", "batch_wait_time"),
@@ -28,10 +30,17 @@ _TIMING_HEADERS = (
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
-def wants_msgpack(accept: str, body_is_msgpack: bool) -> bool:
-    """Whether a success is sent as msgpack. Never fails: what cannot be served is answered in JSON."""
+Format = Literal["json", "msgpack", "raw", "arrow"]
+Row = Callable[[Any], Any]
+
+
+def wanted(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
+    """How a success is sent. Never fails: what cannot be served is answered in JSON. `raw`: whether this route has formats of vectors,
+    `msgpack`: whether it has that.
+    """
+    own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
-        return body_is_msgpack
+        return own
     weights: dict[str, float] = {}
     for part in accept.split(","):
         name, *parameters = (piece.strip() for piece in part.split(";"))
@@ -44,17 +53,21 @@ def wants_msgpack(accept: str, body_is_msgpack: bool) -> bool:
                 except ValueError:
                     weight = 0.0
         weights[name.lower()] = weight
-    msgpack = max((weights[name] for name in MSGPACK_TYPES if name in weights), default=0.0)
     json = weights.get("application/json", 0.0)
-    if msgpack > 0 and msgpack >= json:
-        return True
+    packed = max((weights[name] for name in MSGPACK_TYPES if name in weights), default=0.0)
+    if msgpack and packed > 0 and packed >= json:
+        return "msgpack"
+    if raw:
+        weight, name = max((weights.get(name, 0.0), name) for name in (RAW, ARROW))
+        if weight > 0 and weight >= json:
+            return "raw" if name == RAW else "arrow"
     if json > 0:
-        return False
-    return body_is_msgpack if set(weights) <= {"*/*", "application/*"} else False
+        return "json"
+    return own if set(weights) <= {"*/*", "application/*"} else "json"
 
 
 def _json_default(value: Any) -> Any:
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | memoryview):
         return base64.b64encode(value).decode("ascii")
     raise TypeError(f"{type(value).__name__} does not travel")
 
@@ -66,21 +79,105 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
     """The bytes of a success and their content type. numpy arrays may stand anywhere in `body`."""
     if msgpack:
         return _msgpack.encode(body), "application/msgpack"
-    return orjson.dumps(body, default=_json_default, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS), "application/json"
+    return _json(body), "application/json"
 
 
-async def encode_in_turns(body: dict[str, Any], values: int, *, msgpack: bool) -> tuple[bytes, str]:
-    """As `encode`, but JSON of many `values` is written piece by piece, with other requests in between: 600 ms of a large one otherwise."""
-    items = body.get("items")
-    if msgpack or values <= JSON_VALUES or not isinstance(items, list):
+class Streamed:
+    """msgpack of a map whose `items` are many: written in pieces of PIECE_VALUES numbers, so that it never exists as a whole beside its
+    results. May be read more than once.
+    """
+
+    def __init__(self, body: Mapping[str, Any], values: int, row: Row | None) -> None:
+        self._rest = {name: value for name, value in body.items() if name != "items"}
+        self._items: Sequence[Any] = body["items"]
+        self._row = row
+        self._step = _step(self._items, values)
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = _msgpack.encode(self._rest)
+        # a map of fewer than 16 entries has them behind its first byte; an array of up to 2^32 is dd and four bytes
+        yield bytes([rest[0] + 1]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
+        for start in range(0, len(self._items), self._step):
+            yield b"".join(map(_msgpack.encode, _made(self._items[start : start + self._step], self._row)))
+
+
+def _made(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
+    return values if row is None else list(map(row, values))
+
+
+def _step(values: Sequence[Any], numbers: int) -> int:
+    """How many of them make a piece."""
+    return max(1, PIECE_VALUES * len(values) // max(1, numbers))
+
+
+def body_of(body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None) -> tuple[Body, str]:
+    """As `encode`, in pieces where there are many `values`: a large one takes 600 ms, in which nobody else would be served.
+
+    `row` makes a slot of each of the `items`, when it is its turn.
+    """
+    if "items" not in body:
         return encode(body, msgpack=msgpack)
-    step = max(1, JSON_VALUES * len(items) // values)
-    pieces = []
-    for start in range(0, len(items), step):
-        pieces.append(encode({"": items[start : start + step]}, msgpack=False)[0][5:-2])
-        await asyncio.sleep(0)
-    rest = encode({name: value for name, value in body.items() if name != "items"}, msgpack=False)[0]
-    return b'{"items":[' + b",".join(pieces) + b"]," + rest[1:], "application/json"
+    if values <= PIECE_VALUES:
+        return encode({**body, "items": _made(body["items"], row)}, msgpack=msgpack)
+    if msgpack:
+        return Streamed(body, values, row), "application/msgpack"
+    rest = _json({name: value for name, value in body.items() if name != "items"})
+    return listed(body["items"], values, b'{"items":[', b"]," + rest[1:], row), "application/json"
+
+
+class _Listed:
+    def __init__(self, values: Sequence[Any], numbers: int, before: bytes, after: bytes, row: Row | None) -> None:
+        self._values, self._before, self._after, self._row = values, before, after, row
+        self._step = _step(values, numbers)
+
+    def __iter__(self) -> Iterator[bytes]:
+        before = self._before
+        for start in range(0, len(self._values), self._step):
+            rows = _made(self._values[start : start + self._step], self._row)
+            if not any(map(_is_wide, rows)):
+                yield before + _json(rows)[1:-1]
+                before = b","
+                continue
+            for row in rows:
+                yield before
+                yield from _parts(row)
+                before = b","
+        yield (before if not len(self._values) else b"") + self._after
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether a matrix in it makes more than a piece by itself."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 2 and value.size > PIECE_VALUES
+    return isinstance(value, dict) and any(map(_is_wide, value.values()))
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """JSON of a value, a wide matrix in it some rows at a time."""
+    if not _is_wide(value):
+        yield _json(value)
+    elif isinstance(value, dict):
+        before = b"{"
+        for name, each in value.items():
+            yield before + _json(name) + b":"
+            yield from _parts(each)
+            before = b","
+        yield b"}"
+    else:
+        yield from _Listed(value, value.size, b"[", b"]", None)
+
+
+def listed(values: Sequence[Any], numbers: int, before: bytes = b"[", after: bytes = b"]", row: Row | None = None) -> Body:
+    """JSON of a list of `numbers` numbers between two ends, in pieces where there are many. Values may hold numpy arrays.
+
+    `row` makes what is written of a value, when it is its turn.
+    """
+    body = _Listed(values, numbers, before, after, row)
+    return body if numbers > PIECE_VALUES else b"".join(body)
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=_json_default, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
@@ -100,10 +197,39 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(piece.shape)
 
 
+def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
+    """One output as msgpack has it, its bytes where they are: an array for each row would take longer than all the rest of it."""
+    piece = outcome.outputs[name]
+    size = math.prod(piece.shape) * int(piece.dtype[2:])
+    return arrays.packed(piece.dtype, piece.shape, memoryview(result.block)[piece.offset : piece.offset + size])
+
+
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """For JSON, float16 as float64: the shortest digits of that are the exact value, those of a float16 are not."""
     values = array_of(result, outcome, name)
     return values.astype(np.float64) if values.dtype == np.float16 else values
+
+
+class Joined:
+    """One output of each input, one after the other, as they lie in the results: neighbours are sent together, nothing is copied."""
+
+    def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
+        self._pieces: list[memoryview] = []
+        self.nbytes = start = end = 0
+        before: WorkResult | None = None
+        for result, outcome in values:
+            piece = outcome.outputs[name]
+            size = math.prod(piece.shape) * np.dtype(piece.dtype).itemsize
+            if result is before and piece.offset == end:
+                self._pieces.pop()
+            else:
+                before, start = result, piece.offset
+            end = piece.offset + size
+            self._pieces.append(memoryview(result.block)[start:end])
+            self.nbytes += size
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self._pieces)
 
 
 Placed = tuple[WorkResult, Outcome]
@@ -136,8 +262,12 @@ def encode_slots(
     """One slot per input, in order, each with the outputs that were asked for, or its error."""
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
-    read = array_of if msgpack or run.dtype != "float16" else _exact_array_of
-    extras = _EXTRAS.get(run.dtype, ())
+    read: Callable[[WorkResult, Ok, str], Any] = array_of
+    if msgpack:
+        read = _packed_of
+    elif run.dtype == "float16":
+        read = _exact_array_of
+    extras = EXTRAS.get(run.dtype, ())
     slots = []
     for item, (result, outcome) in zip(items, outcomes, strict=True):
         slot = _echo(item)
@@ -149,12 +279,12 @@ def encode_slots(
             if name == "dense":
                 slot["dense"] = dense = {"dims": dense_dims, "dtype": run.dtype, "values": read(result, outcome, "dense")}
                 for key in extras:
-                    dense[key] = float(read(result, outcome, f"dense.{key}")[0])
+                    dense[key] = float(array_of(result, outcome, f"dense.{key}")[0])
                 if run.muvera:
                     dense["source"] = "muvera"
             elif name == "multivector":
-                values = read(result, outcome, "multivector")
-                slot["multivector"] = {"token_dims": token_dims, "num_tokens": len(values), "dtype": run.dtype, "values": values}
+                rows, values = outcome.outputs["multivector"].shape[0], read(result, outcome, "multivector")
+                slot["multivector"] = {"token_dims": token_dims, "num_tokens": rows, "dtype": run.dtype, "values": values}
                 slot["multivector"] |= {key: read(result, outcome, f"multivector.{key}") for key in extras}
             else:
                 dtype = "float16" if run.dtype == "float16" else "float32"
@@ -178,18 +308,15 @@ def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dic
     return [{**entry, "rank": rank} for rank, (_, _, entry) in enumerate(entries)]
 
 
-def extract_slots(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """One slot per input, in order, all keys present whatever was found."""
-    slots = []
-    for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
-        found = outcome.data or {} if isinstance(outcome, Ok) else {}
-        slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: found.get(name, []) for name in _EXTRACTED}}
-        slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]
-        slot["data"] = found.get("data", {})
-        if isinstance(outcome, Failed):
-            slot["error"] = slot_error(outcome.error)
-        slots.append(slot)
-    return slots
+def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
+    """The slot of one input, all keys present whatever was found."""
+    found = outcome.data or {} if isinstance(outcome, Ok) else {}
+    slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: found.get(name, []) for name in _EXTRACTED}}
+    slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]
+    slot["data"] = found.get("data", {})
+    if isinstance(outcome, Failed):
+        slot["error"] = slot_error(outcome.error)
+    return slot
 
 
 def failure_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from sie_contracts import topology
@@ -17,6 +17,7 @@ from sie_gateway.backlog import Backlog
 from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.peers import Peers, mean_cost
+from sie_gateway.pools import Pools
 
 USED = 0.7  # of a worker's rate is planned with: the rest absorbs bursts
 DRAIN_S = 30.0  # a backlog is to be gone after this
@@ -27,16 +28,17 @@ def wanted_replicas(
 ) -> int:
     """Workers that a lane wants.
 
-    `backlog_cost`: tokens that wait or run, in the queue and in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second
-    that one worker runs while it is busy, 0 while nobody knows. Enough for what comes in and to end the backlog within DRAIN_S; at least
-    what is reserved, and one where anything waits or somebody asked lately. Without a known rate work keeps the workers that are ready.
+    `reserved`: workers that reservations have or ask for, which do nothing else. `backlog_cost`: tokens that wait or run, in the queue and
+    in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second that one worker runs while it is busy, 0 while nobody
+    knows. Enough for what comes in and to end the backlog within DRAIN_S; one where
+    anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the workers that are ready.
     A hundredth of a worker is nothing, so that traffic which fades out ends.
     """
     busy = backlog_cost > 0
-    least = max(reserved, 1 if busy or demand else 0)
+    least = 1 if busy or demand else 0
     if rate > 0:
-        return max(least, math.ceil((arriving + backlog_cost / DRAIN_S) / (USED * rate) - 0.01))
-    return max(least, ready_workers if busy else 0)
+        return reserved + max(least, math.ceil((arriving + backlog_cost / DRAIN_S) / (USED * rate) - 0.01))
+    return reserved + max(least, ready_workers if busy else 0)
 
 
 class Scaling:
@@ -44,7 +46,7 @@ class Scaling:
 
     def __init__(
         self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, backlog: Backlog, peers: Peers, demand: DemandRecords,
-        pools: Iterable[str], now_s: Callable[[], float],
+        pools: Pools, now_s: Callable[[], float],
     ) -> None:  # fmt: skip
         """`now_s` is the broker's time."""
         self._settings = settings
@@ -62,7 +64,8 @@ class Scaling:
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {self._settings.profile, *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ())}
         profiles |= {beat.machine_profile for beat in beats}
-        bundles = {entry.bundle for entry in self._feed.catalogue.entries.values()} | {beat.bundle for beat in beats}
+        profiles |= {profile for each in self._pools.live().values() for profile in each.spec.gpus}
+        bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
         for pool in self._pools:
             for profile in profiles:
                 rest = name.removeprefix(f"{pool}.{profile}.")
@@ -81,19 +84,25 @@ class Scaling:
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
             raise QueueUnavailable("the broker could not be asked for the backlog") from error
+        asked, pending = self._pools.reserved(), self._pools.pending()
+        # workers of reservations are those of the default pool, and it is its lane that a deployment of them is scaled by
+        is_default = lane.pool == topology.pool_name("default")
+        mine = {each for each in asked if each[1:] == (lane.machine_profile, lane.bundle) and (is_default or each[0] == lane.pool)}
+        reserved = sum(asked[each] for each in mine)
         traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
         # where no gateway has sent lately, what is there was sent before: in messages of the usual size
         cost = sum(count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items())
         flows = [flow for each in traffic.values() for flow in each]
         workers = self._fleet.of_lane(lane)
         rates = [beat.rate for beat in workers if beat.rate]
+        is_reservation = self._pools.reservation(lane.pool) is not None
+        wanted = reserved if is_reservation else wanted_replicas(
+            backlog_cost=cost + sum(flow.waiting for flow in flows), arriving=sum(flow.rate for flow in flows),
+            rate=sum(rates) / len(rates) if rates else 0.0, ready_workers=len(workers), reserved=reserved, demand=demand,
+        )  # fmt: skip
         return {
             "lane": str(lane), "backlog_items": items, "backlog_cost": round(cost),
             "oldest_age_s": round(max(0.0, self._now_s() - oldest.sent_s), 3) if oldest else 0.0,
             "ready_workers": len(workers),
-            "wanted_replicas": wanted_replicas(
-                backlog_cost=cost + sum(flow.waiting for flow in flows), arriving=sum(flow.rate for flow in flows),
-                rate=sum(rates) / len(rates) if rates else 0.0, ready_workers=len(workers), demand=demand,
-            ),
-            "reserved": 0, "demand": int(demand),
+            "wanted_replicas": wanted, "reserved": reserved, "demand": int(demand or not mine.isdisjoint(pending)),
         }  # fmt: skip

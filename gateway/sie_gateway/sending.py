@@ -13,7 +13,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.admission import Permits
 from sie_gateway.inbox import Collector
 from sie_gateway.peers import Peers
-from sie_gateway.queue import WorkQueue
+from sie_gateway.queue import Stored, WorkQueue
 
 _logger = logging.getLogger("sie.gateway.sending")
 
@@ -33,7 +33,7 @@ class Sending:
         self._build = build
         self._collector = collector
         self._deadline_s = deadline_s
-        self._sequences: dict[int, int] = {}
+        self._stored: dict[int, Stored] = {}
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -47,8 +47,8 @@ class Sending:
     async def _publish(self, chunks: list[int]) -> None:
         failpoint("gateway.before_publish")
         work = [self._build(chunk) for chunk in chunks]
-        sequences = await self._queue.publish(self._lane, work, self._deadline_s)
-        self._sequences.update(zip(chunks, sequences, strict=True))
+        stored = await self._queue.publish(self._lane, work, self._deadline_s)
+        self._stored.update(zip(chunks, stored, strict=True))
         failpoint("gateway.published")
         self._peers.sent(self._lane, self._priority, len(work), self._permits.tokens(chunks))
 
@@ -78,5 +78,5 @@ class Sending:
         await self.end()
         failpoint("gateway.before_withdraw")
         results, request = self._collector.results, self._collector.request
-        missing = [sequence for chunk, sequence in self._sequences.items() if results[chunk] is None]
+        missing = [stored for chunk, stored in self._stored.items() if results[chunk] is None]
         await self._queue.withdraw(self._lane.pool, missing, request if missing else "")

@@ -1,63 +1,46 @@
-"""The two shells: they do the HTTP and the waiting that the core asks for, and nothing else."""
+"""The blocking client: its methods are plans, driven in the calling thread and, where they have parts, in threads of their own."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import contextlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack, cast, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
-import httpx
+from sie_sdk import cluster, transport, verbs, watching
+from sie_sdk.core import Session, call
+from sie_sdk.threads import Driver
+from sie_sdk.types import (
+    CallOptions,
+    Capacity,
+    ClientOptions,
+    EncodeParams,
+    EncodeResult,
+    ExtractParams,
+    ExtractResult,
+    Item,
+    ModelFilters,
+    Params,
+    Pool,
+    PoolOptions,
+    Ranked,
+    ScoreResult,
+)
 
-from sie_sdk import core
-from sie_sdk.core import Pause, Plan, Policy, Received, Send, Session, TransportFailed
-from sie_sdk.types import EncodeParams, EncodeResult, ExtractParams, ExtractResult, Item, Params, ScoreResult
-
-_logger = logging.getLogger("sie_sdk")
-T = TypeVar("T")
-TIMEOUT_S = 150.0  # above the server's own deadline, so that its answer wins
-
-
-def _received(response: httpx.Response, started_s: float) -> Received:
-    headers = {name.lower(): value for name, value in response.headers.items()}
-    return Received(response.status_code, headers, response.content, time.monotonic() - started_s)
-
-
-def _failed(error: Exception, started_s: float) -> TransportFailed:
-    """A URL or header that cannot be sent at all will not get better by waiting."""
-    permanent = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL | UnicodeError)
-    return TransportFailed(error, time.monotonic() - started_s, permanent)
-
-
-def _listed(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    return [items] if isinstance(items, dict | str) else list(cast("Sequence[Item | str]", items))
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
-class _Base(ABC):
-    def __init__(
-        self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None, wait_for_capacity: bool = True
-    ) -> None:
-        self._url = base_url.rstrip("/")
-        self._session = Session(api_key, timeout_s, Policy(wait_for_capacity=wait_for_capacity))
-        self._open()
-
-    @abstractmethod
-    def _open(self) -> None: ...
-
-
-class SIEClient(_Base):
-    """Blocking client. `api_key` is sent as a bearer token; `timeout_s` is the deadline of each request at the server.
+class SIEClient:
+    """Blocking client of one server. `options` hold for all of its calls: see `types.ClientOptions`.
 
     Waits for capacity (a full queue, a loading model) up to 15 minutes unless `wait_for_capacity` is False. Safe to share between
     threads. Close it, or use it as a context manager. All methods raise `SIEError`.
     """
 
-    _http: httpx.Client
-
-    def _open(self) -> None:
-        self._http = httpx.Client(timeout=TIMEOUT_S)
+    def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
+        self._session = Session.of(options)
+        self._driver = Driver(str(base_url).rstrip("/"), self._session)
 
     def __enter__(self) -> SIEClient:
         return self
@@ -66,7 +49,7 @@ class SIEClient(_Base):
         self.close()
 
     def close(self) -> None:
-        self._http.close()
+        self._driver.close()
 
     @overload
     def encode(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
@@ -76,12 +59,21 @@ class SIEClient(_Base):
     def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> list[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`."""
-        results = self._drive(core.encode(model, _listed(items), params, self._session))
-        return results[0] if isinstance(items, dict | str) else results
+        listed = transport.as_list(items)
+        results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
+        return results[0] if transport.is_single(items) else results
 
     def score(self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]) -> ScoreResult:
         """Scores of items against a query. Raises for the query; an item that failed carries `error`."""
-        return self._drive(core.score(model, query, _listed(items), params, self._session))
+        listed = transport.as_list(items)
+        return self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
+
+    def rerank(
+        self, model: str, query: Item | str, documents: Sequence[Item | str], *, top_n: int | None = None, **params: Unpack[Params]
+    ) -> list[Ranked]:
+        """The best `top_n` documents (all), best first, with their positions. Raises for a document that failed."""
+        listed = transport.as_list(documents)
+        return self._driver.run(verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed))
 
     @overload
     def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
@@ -91,109 +83,72 @@ class SIEClient(_Base):
     def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> list[ExtractResult]: ...
     def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
         """What is found in one item (a result) or in a list (a list of results, in order). An item that failed carries `error`."""
-        results = self._drive(core.extract(model, _listed(items), params, self._session))
-        return results[0] if isinstance(items, dict | str) else results
+        listed = transport.as_list(items)
+        results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
+        return results[0] if transport.is_single(items) else results
 
-    def list_models(self) -> list[dict[str, Any]]:
-        """The catalogue."""
-        return list(self._drive(core.get_json("/v1/models", self._session))["data"])
+    def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
+        """The catalogue, or what of it fits."""
+        return self._driver.run(cluster.list_models(filters, self._session))
+
+    def get_model(self, model: str) -> dict[str, Any]:
+        """One model or variant of the catalogue. Never loads it."""
+        return self._driver.run(cluster.get_model(model, self._session))
 
     def health(self) -> dict[str, Any]:
         """What the cluster says of itself."""
-        return dict(self._drive(core.get_json("/health", self._session)))
+        return self._driver.run(cluster.health(self._session))
 
-    def _drive(self, plan: Plan[T]) -> T:
-        reply: Received | TransportFailed | None = None
-        while True:
-            try:
-                step = plan.send(reply)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]  # the generator's own return type
-            if isinstance(step, Pause):
-                _logger.info("waiting %.1f s: %s", step.seconds, step.cause)
-                time.sleep(step.seconds)
-                reply = None
-            else:
-                reply = self._send(step)
+    def get_capacity(self, gpu: str | None = None) -> Capacity:
+        """The healthy workers of a machine profile, or all."""
+        return self._driver.run(cluster.capacity(gpu, self._session))
 
-    def _send(self, request: Send) -> Received | TransportFailed:
-        started_s, url = time.monotonic(), self._url + request.path
+    def get_scaling(self, lane: str) -> dict[str, Any]:
+        """What a lane, `pool.machine_profile.bundle`, has to do, and how many workers it wants."""
+        return self._driver.run(cluster.scaling(lane, self._session))
+
+    def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
+        """Make a worker start and load the model, and return its catalogue entry once it answers; waits up to `capacity_budget_s`."""
+        return self._driver.run(cluster.warmed(model, options, self._session), options)
+
+    def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
+        """Reserve workers, as many of each machine profile as `gpus` says. The same again renews the lease."""
+        return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
+
+    def list_pools(self) -> list[Pool]:
+        """All pools, `default` among them."""
+        return self._driver.run(cluster.list_pools(self._session))
+
+    def get_pool(self, name: str) -> Pool:
+        """One pool. Raises PoolNotFoundError also when its lease has lapsed."""
+        return self._driver.run(cluster.get_pool(name, self._session))
+
+    def renew_pool(self, name: str) -> float:
+        """Renew a lease; when it ends now, in seconds since 1970."""
+        return self._driver.run(cluster.renew_pool(name, self._session))
+
+    def delete_pool(self, name: str) -> None:
+        """Give the workers of a reservation back."""
+        self._driver.run(cluster.delete_pool(name, self._session))
+
+    @contextlib.contextmanager
+    def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Iterator[Pool]:
+        """A pool for the length of a `with` block: created, renewed in the background, deleted at the end. Use it as `pool=name`."""
+        created = self.create_pool(name, gpus, **options)
+        end = self._driver.start(cluster.kept(name, gpus, options, self._session))
         try:
-            answer = self._http.request(request.method, url, headers=dict(request.headers), content=request.body or None)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            return _failed(error, started_s)
-        return _received(answer, started_s)
+            yield created
+        finally:
+            end(transport.CLOSE_S)
+            self._driver.run(cluster.released(name, self._session))
 
-
-class SIEAsyncClient(_Base):
-    """The same for asyncio. Use it as an async context manager, or `await close()`."""
-
-    _http: httpx.AsyncClient
-
-    def _open(self) -> None:
-        self._http = httpx.AsyncClient(timeout=TIMEOUT_S)
-
-    async def __aenter__(self) -> SIEAsyncClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    @overload
-    async def encode(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
-        self, model: str, items: Item | str, **params: Unpack[EncodeParams]
-    ) -> EncodeResult: ...
-    @overload
-    async def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> list[EncodeResult]: ...
-    async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """As SIEClient.encode."""
-        results = await self._drive(core.encode(model, _listed(items), params, self._session))
-        return results[0] if isinstance(items, dict | str) else results
-
-    async def score(self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]) -> ScoreResult:
-        """As SIEClient.score."""
-        return await self._drive(core.score(model, query, _listed(items), params, self._session))
-
-    @overload
-    async def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
-        self, model: str, items: Item | str, **params: Unpack[ExtractParams]
-    ) -> ExtractResult: ...
-    @overload
-    async def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> list[ExtractResult]: ...
-    async def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
-        """As SIEClient.extract."""
-        results = await self._drive(core.extract(model, _listed(items), params, self._session))
-        return results[0] if isinstance(items, dict | str) else results
-
-    async def list_models(self) -> list[dict[str, Any]]:
-        """The catalogue."""
-        return list((await self._drive(core.get_json("/v1/models", self._session)))["data"])
-
-    async def health(self) -> dict[str, Any]:
-        """What the cluster says of itself."""
-        return dict(await self._drive(core.get_json("/health", self._session)))
-
-    async def _drive(self, plan: Plan[T]) -> T:
-        reply: Received | TransportFailed | None = None
-        while True:
-            try:
-                step = plan.send(reply)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]  # the generator's own return type
-            if isinstance(step, Pause):
-                _logger.info("waiting %.1f s: %s", step.seconds, step.cause)
-                await asyncio.sleep(step.seconds)
-                reply = None
-            else:
-                reply = await self._send(step)
-
-    async def _send(self, request: Send) -> Received | TransportFailed:
-        started_s, url = time.monotonic(), self._url + request.path
-        try:
-            answer = await self._http.request(request.method, url, headers=dict(request.headers), content=request.body or None)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            return _failed(error, started_s)
-        return _received(answer, started_s)
+    def watch(self, path: str = watching.CLUSTER_STATUS) -> Iterator[dict[str, Any]]:
+        """Status frames, one each second, for as long as they are asked for. Needs the package `websockets`."""
+        socket, request = watching.Socket(self._driver.url), watching.request(path, self._session)
+        with contextlib.closing(socket):
+            while True:
+                frame: bytes | None = self._driver.run(call(request, self._session.policy), send=socket.open).body
+                while frame is not None:
+                    yield watching.decoded(frame)
+                    frame = socket.next()
+                time.sleep(watching.AGAIN_AFTER_S)

@@ -1,57 +1,93 @@
-"""The client without I/O: a call is a generator that yields what to send or how long to wait, and is sent what came back.
+"""The client without I/O: a call is a generator, a plan, that yields what it wants done and is sent what came of it.
 
-    encode | score | extract ──yields──► Send ──► shell does the HTTP ──Received | TransportFailed──► generator
-                             └─yields──► Pause ──► shell sleeps
-                             └─returns─► results
+    Send ──► the shell does the HTTP ──► Received | TransportFailed
+    Pause ──► the shell sleeps       Work ──► the shell runs a function that may take long or read files
+    Together ──► the shell runs further plans, so many at a time ──► their results in order
+    Answered ──► the shell tells the user how far the call has come
 
-The sync and the async client are shells around the same generators, so they cannot drift apart.
+The sync and the async client are shells around the same plans, so they cannot drift apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from sie_contracts import __version__, arrays
-from sie_sdk.errors import RequestError, ServerError, SIEConnectionError, SIEError, error_class
-from sie_sdk.types import EncodeResult, ExtractResult, Item, ScoreResult
+from sie_contracts import __version__
+from sie_sdk.errors import InvalidInputError, ServerError, SIEConnectionError, SIEError, error_class
+from sie_sdk.types import Progress
 
-MAX_ITEMS = 2048
-OUTPUTS = ("dense", "sparse", "multivector")
 CONNECTION_BUDGET_S = 120.0
 CAPACITY_BUDGET_S = 900.0
-CONNECTION_PAUSE_S = 1.0
+PART_TOKENS = 16_384
+CONCURRENCY = 8
+SERVER_DEADLINE_S = 120.0
+CONTROL_S = 30.0  # for what is not inference
+GRACE_S = 30.0  # above the server's own deadline, so that its answer wins
+CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S = 1.0, 5.0
+MOST_COSTLY_PAUSE_S = 30.0
+HEDGE_SHARE, MOST_HEDGES = 0.2, 10.0
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Send:
-    """An HTTP request, relative to the base URL."""
+    """An HTTP request, relative to the base URL. No answer within `within_s` is none; a second copy may go after `hedge_after_s`."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     body: bytes = b""
+    within_s: float = SERVER_DEADLINE_S + GRACE_S
+    hedge_after_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait this long, then go on. `cause` says why, for a log."""
+    """Wait this long, then go on. `cause` says why, for a log, and `remaining_s` how much patience is left; no cause: nothing is wrong."""
 
     seconds: float
-    cause: str
+    cause: str = ""
+    remaining_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Call this where it holds up nobody else; the reply is what it returns."""
+
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """So many more items of the call have their answer."""
+
+    items: int
+
+
+@dataclass(frozen=True)
+class Together:
+    """Run these plans, so many at a time; the reply is the list of their results, in order. What one raises ends all of them.
+
+    Taking the next plan may take long or read files, as `Work` does.
+    """
+
+    plans: Iterator[Plan[Any]]
+    concurrency: int
 
 
 @dataclass(frozen=True)
 class Received:
-    """A response, and how long it took."""
+    """A response, and how long it took. Names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -68,7 +104,8 @@ class TransportFailed:
     is_permanent: bool = False
 
 
-Plan = Generator[Send | Pause, Received | TransportFailed | None, T]
+Step: TypeAlias = "Send | Pause | Work | Answered | Together"
+Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 @dataclass(frozen=True)
@@ -80,51 +117,173 @@ class Policy:
     capacity_budget_s: float = CAPACITY_BUDGET_S
 
 
-def _headers(api_key: str | None, timeout_s: float | None) -> dict[str, str]:
-    headers = {"accept": "application/msgpack", "content-type": "application/msgpack", "x-sie-sdk-version": __version__}
-    if api_key:
-        headers["authorization"] = f"Bearer {api_key}"
-    if timeout_s is not None:
-        headers["x-sie-timeout-ms"] = str(max(1, min(600_000, round(timeout_s * 1000))))
-    return headers
+class Patience:
+    """A policy, shared by the parts of a call: an answer to any of them renews what the others have left."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.mark = object()  # another one after each answer
+
+    def renew(self) -> None:
+        self.mark = object()
 
 
-def call(request: Send, policy: Policy) -> Plan[Received]:
-    """Send until it succeeds, fails for good, or the policy's patience ends. Raises SIEError."""
-    waited_s = 0.0
+class Hedges:
+    """How many second copies may go: one, and one for each five requests, so that hedging cannot double a load that is already too high."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokens = 1.0
+
+    def sent(self) -> None:
+        with self._lock:
+            self._tokens = min(MOST_HEDGES, self._tokens + HEDGE_SHARE)
+
+    def take(self) -> bool:
+        """Whether one may go now."""
+        with self._lock:
+            if self._tokens < 1.0:
+                return False
+            self._tokens -= 1.0
+            return True
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all calls of a client share, and `for_call` the same with what one call wants otherwise. Raises InvalidInputError."""
+
+    api_key: str | None = field(default=None, repr=False)
+    gpu: str | None = None
+    pool: str | None = None
+    priority: str | None = None
+    timeout_s: float | None = None
+    headers: Mapping[str, str] | None = field(default=None, repr=False)
+    explain: bool = False
+    strict: bool = False
+    wait_for_capacity: bool = True
+    connection_budget_s: float = CONNECTION_BUDGET_S
+    capacity_budget_s: float = CAPACITY_BUDGET_S
+    part_tokens: int = PART_TOKENS
+    concurrency: int = CONCURRENCY
+    hedge_after_s: float | None = None
+    progress: bool | None = None
+    on_progress: Callable[[Progress], None] | None = None
+    hedges: Hedges = field(default_factory=Hedges, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, (kind, least) in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | kind) and math.isfinite(value) and value >= least):
+                what = "a whole number" if kind is int else "a number"
+                raise InvalidInputError(f"{name}: expected {what} of at least {least}, got {value!r}", code="INVALID_INPUT")
+        if self.priority not in (None, "interactive", "bulk"):
+            raise InvalidInputError(f"priority: expected interactive or bulk, got {self.priority!r}", code="INVALID_INPUT")
+        for name, value in self.sent_headers().items():
+            if not (isinstance(value, str) and value.isascii() and value.isprintable() and name.isascii()):
+                raise InvalidInputError(f"header {name}: expected printable ASCII in one line", code="INVALID_INPUT")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Session:
+        """A session with these options; None means the default. Raises TypeError for a name that is none of them."""
+        session, others = cls().for_call(options)
+        if others:
+            raise TypeError(f"unexpected options: {', '.join(sorted(others))}")
+        return session
+
+    def for_call(self, given: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
+        """The session of one call, and those of its parameters that go to the server."""
+        own = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
+        return replace(self, **own) if own else self, {name: value for name, value in given.items() if name not in _OPTIONS}
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.wait_for_capacity, self.connection_budget_s, self.capacity_budget_s)
+
+    @property
+    def within_s(self) -> float:
+        """How long an answer may take."""
+        return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
+
+    def sent_headers(self) -> dict[str, str]:
+        """Of every request, but for the format of its body."""
+        found = {"x-sie-sdk-version": __version__}
+        if self.api_key:
+            found["authorization"] = f"Bearer {self.api_key.strip()}"
+        if self.timeout_s is not None:
+            found["x-sie-timeout-ms"] = str(max(1, min(600_000, round(self.timeout_s * 1000))))
+        named = {
+            "x-sie-machine-profile": self.gpu, "x-sie-pool": self.pool, "x-sie-priority": self.priority,
+            "x-sie-explain": "1" if self.explain else None, "x-sie-strict": "true" if self.strict else None,
+        }  # fmt: skip
+        found |= {name: value for name, value in named.items() if value}
+        return {**found, **{name.lower(): value for name, value in (self.headers or {}).items()}}
+
+
+_LEAST: dict[str, tuple[type[int] | type[float], float]] = {
+    "timeout_s": (float, 0.001), "connection_budget_s": (float, 0), "capacity_budget_s": (float, 0), "hedge_after_s": (float, 0),
+    "part_tokens": (int, 1), "concurrency": (int, 1),
+}  # fmt: skip
+_OPTIONS = frozenset(each.name for each in fields(Session)) - {"hedges"}
+
+
+def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
+    """Send until it succeeds, fails for good, or patience ends. Raises SIEError: that of the last attempt, chained to the one before."""
+    patience = patience or Patience(policy)
+    mark = patience.mark
+    waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}  # for a connection, for capacity
+    previous: SIEError | None = None
     while True:
-        answer = yield request
-        if isinstance(answer, Received) and answer.status == 200:
+        answer: Received | TransportFailed = yield request
+        if isinstance(answer, Received) and 200 <= answer.status < 300 and answer.status != 202:
+            patience.renew()
             return answer
-        if isinstance(answer, TransportFailed):
-            failure: SIEError = SIEConnectionError(f"{type(answer.cause).__name__}: {answer.cause}")
-            failure.__cause__ = answer.cause
-            pause_s, budget_s, may_retry = CONNECTION_PAUSE_S, policy.connection_budget_s, not answer.is_permanent
-        else:
-            assert answer is not None
-            failure = failure_of(answer)
-            pause_s = _retry_after_s(answer)
-            budget_s, may_retry = policy.capacity_budget_s, answer.headers.get("x-should-retry", "") == "true"
-        waited_s += answer.elapsed_s
-        pause_s *= random.uniform(0.75, 1.25)  # noqa: S311  spreads clients, guards nothing
-        if not (may_retry and policy.wait_for_capacity) or waited_s + pause_s > budget_s:
-            raise failure
-        waited_s += pause_s
-        yield Pause(pause_s, failure.code or "connection")
+        failure, least_s, most_s, is_away = _judged(answer)
+        if mark is not patience.mark:
+            mark, waited_s = patience.mark, dict.fromkeys(waited_s, 0.0)
+        waited_s[is_away] += answer.elapsed_s
+        budget_s = policy.connection_budget_s if is_away else policy.capacity_budget_s
+        pause_s = min(most_s, least_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads clients
+        tries[is_away] += 1
+        remaining_s = budget_s - waited_s[is_away]
+        if not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:
+            if previous is not None:
+                failure.args = (f"{failure} (attempt {sum(tries.values())}, after {sum(waited_s.values()):.0f} s)",)
+            raise failure from failure.__cause__ or previous
+        waited_s[is_away] += pause_s
+        previous = failure
+        yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s)
+
+
+_COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})  # what may have cost the device its time is repeated ever more slowly
+
+
+def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
+    """The exception of an attempt; the first pause and the longest, in seconds; whether nobody was there, rather than nobody free."""
+    if isinstance(answer, TransportFailed):
+        failure: SIEError = SIEConnectionError(f"{type(answer.cause).__name__}: {answer.cause}", retryable=not answer.is_permanent)
+        failure.__cause__ = answer.cause
+        return failure, CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S, True
+    failure = failure_of(answer)
+    if not failure.code and answer.status in (502, 503, 504):  # a proxy's answer: there is nobody behind it
+        failure.retryable = True
+        return failure, CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S, True
+    told_s = _retry_after_s(answer)
+    return failure, told_s, max(told_s, MOST_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
 
 
 def _retry_after_s(answer: Received) -> float:
     try:
-        return max(0.1, float(answer.headers.get("retry-after", "5")))
+        told_s = float(answer.headers.get("retry-after", "5"))
     except ValueError:
         return 5.0
+    return max(0.1, told_s) if math.isfinite(told_s) else 5.0
 
 
 def failure_of(answer: Received) -> SIEError:
     """The exception for a response that is not a success."""
     try:
         body = msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         body = None
     told: dict[str, Any] = body if isinstance(body, dict) else {}
     inner = told.get("error")
@@ -134,124 +293,42 @@ def failure_of(answer: Received) -> SIEError:
         details["errors"] = told["errors"]
     code = str(details.get("code", answer.headers.get("x-sie-error-code", "")))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
-    message = str(details.get("message", f"status {answer.status} with an unreadable body"))
+    message = str(details.get("message", f"status {answer.status}, which SIE does not answer with here: is this its base URL?"))
+    retryable = answer.headers.get("x-should-retry", str(details.get("retryable") is True)).lower() == "true"
     return error_class(code, answer.status)(
-        f"{code or answer.status}: {message}", code=code, status=answer.status, request_id=request_id, details=details
-    )
-
-
-@dataclass(frozen=True)
-class Session:
-    """What all calls of a client share."""
-
-    api_key: str | None = None
-    timeout_s: float | None = None
-    policy: Policy = Policy()
-
-
-class _Part(NamedTuple):
-    """The reply to one request of a call: that of the items from `start` on. `shared` belongs to each of its results."""
-
-    start: int
-    body: dict[str, Any]
-    shared: dict[str, Any]
-
-
-def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[list[EncodeResult]]:
-    """`POST /v1/encode/{model}`; results in input order."""
-    results: list[Any] = []
-    for part in (yield from _ask("encode", model, items, {"params": dict(params)}, session)) if items else ():
-        with _reading(part.shared["request_id"]):
-            results += [_encoded(slot, part.shared) for slot in part.body["items"]]
-    return results
-
-
-def score(model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[ScoreResult]:
-    """`POST /v1/score/{model}`; entries of all items together, best first, failed ones last."""
-    is_split = len(items) > MAX_ITEMS
-    # ids may be given twice, and replies are sorted: places tell which entry is whose
-    sent = [{**_mapped(item), "id": str(place)} for place, item in enumerate(items)] if is_split else items
-    parts = yield from _ask("score", model, sent, {"query": query, "params": dict(params)}, session)
-    with _reading(parts[-1].shared["request_id"]):
-        if not is_split:
-            return cast("ScoreResult", {**parts[0].body, **parts[0].shared})
-        entries = [entry for part in parts for entry in part.body["scores"]]
-        entries.sort(key=lambda entry: (entry["score"] is None, -(entry["score"] or 0.0), int(entry["item_id"])))
-        for rank, entry in enumerate(entries):
-            place = int(entry["item_id"])
-            own = _mapped(items[place]).get("id")
-            entry |= {"rank": rank, "item_id": f"item-{place}" if own is None else own}
-        usages = [(part.start, part.body["usage"]) for part in parts]
-        usage: dict[str, Any] = {name: sum(each[name] for _, each in usages) for name in ("prompt_tokens", "total_tokens")}
-        usage["truncated_items"] = [start + index for start, each in usages for index in each["truncated_items"]]
-        return cast("ScoreResult", {**parts[-1].body, **parts[-1].shared, "scores": entries, "usage": usage})
-
-
-def extract(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[list[ExtractResult]]:
-    """`POST /v1/extract/{model}`; results in input order."""
-    results: list[Any] = []
-    for part in (yield from _ask("extract", model, items, {"params": dict(params)}, session)) if items else ():
-        with _reading(part.shared["request_id"]):
-            for index, slot in enumerate(part.body["items"], part.start):
-                own = _mapped(items[index]).get("id")
-                results.append({**slot, "id": f"item-{index}" if own is None else own, **part.shared})
-    return results
-
-
-def _mapped(item: Item | str) -> Item:
-    if isinstance(item, str):
-        return {"text": item}
-    if not isinstance(item, dict):
-        raise RequestError(f"items: expected maps and strings, got {type(item).__name__}")
-    return item
-
-
-def _ask(verb: str, model: str, items: Sequence[Any], fixed: Mapping[str, Any], session: Session) -> Plan[list[_Part]]:
-    """Requests of at most MAX_ITEMS items, one after the other."""
-    path = f"/v1/{verb}/" + quote(model, safe="/:@")
-    headers = _headers(session.api_key, session.timeout_s)
-    parts: list[_Part] = []
-    for start in range(0, max(1, len(items)), MAX_ITEMS):
-        try:
-            body = msgspec.msgpack.encode({"items": list(items[start : start + MAX_ITEMS]), **fixed})
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"items {start} to {start + MAX_ITEMS}, or a parameter: {error}") from error
-        answer = yield from call(Send("POST", path, headers, body), session.policy)
-        request_id = answer.headers.get("x-sie-request-id", "")
-        with _reading(request_id):
-            reply = arrays.unpack(arrays.decode_msgpack(answer.body))
-            shared = {name: reply[name] for name in ("model", "timing", "usage", "fingerprint")}
-            shared |= {name: reply[name] for name in ("muvera", "warnings", "explain") if name in reply}
-            parts.append(_Part(start, reply, {**shared, "request_id": request_id}))
-    return parts
+        f"{code or answer.status}: {message}", code=code, status=answer.status, request_id=request_id, retryable=retryable,
+        details=details,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _reading(request_id: str) -> Iterator[None]:
-    """What a reply should have and has not is the server's fault."""
+def reading(headers: Mapping[str, str]) -> Iterator[None]:
+    """What a reply should have and has not is the server's fault: ServerError."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:
+        request_id = headers.get("x-sie-request-id", "")
         raise ServerError(f"the server's reply could not be read: {error}", status=200, request_id=request_id) from error
 
 
-def _encoded(slot: dict[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of a slot by name, what describes them under `outputs`."""
-    result = {**shared, **{name: value for name, value in slot.items() if name not in OUTPUTS}}
-    result["outputs"] = {}
-    for name in OUTPUTS:
-        if name in slot:
-            found = dict(slot[name])
-            result[name] = {key: found.pop(key) for key in ("indices", "values")} if name == "sparse" else found.pop("values")
-            result["outputs"][name] = found
-    return result
-
-
-def get_json(path: str, session: Session) -> Plan[Any]:
-    """A GET whose reply is JSON."""
-    headers = {name: value for name, value in _headers(session.api_key, None).items() if name != "content-type"}
-    answer = yield from call(Send("GET", path, {**headers, "accept": "application/json"}), session.policy)
+def quoted(name: str) -> str:
+    """A model or another name as part of a path. Raises InvalidInputError."""
     try:
+        return quote(str(name), safe="/:@")
+    except UnicodeEncodeError as error:
+        raise InvalidInputError("a name holds a lone surrogate, which is not valid Unicode", code="INVALID_INPUT") from error
+
+
+def json_call(method: str, path: str, session: Session, body: Any = None, within_s: float = CONTROL_S) -> Plan[Any]:
+    """A call whose body, if any, and reply are JSON."""
+    headers = {**session.sent_headers(), "accept": "application/json"}
+    sent = b""
+    if body is not None:
+        headers["content-type"] = "application/json"
+        try:
+            sent = msgspec.json.encode(body)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidInputError(f"body: {error}", code="INVALID_INPUT") from error
+    answer = yield from call(Send(method, path, headers, sent, within_s), session.policy)
+    with reading(answer.headers):
         return msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ServerError(f"the server's reply could not be read: {error}", status=answer.status) from error

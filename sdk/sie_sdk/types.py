@@ -2,30 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+class Picture(Protocol):
+    """An image of PIL."""
+
+    mode: str
+
+    def save(self, fp: Any, format: str) -> None: ...
+
+
+# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, or an image of PIL
+Media: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Mapping[str, Any] | Picture"
+
+
 class Item(TypedDict, total=False):
-    """One input. `id` and `metadata` come back with the result."""
+    """One input. `id` and `metadata` come back with the result. `multivector`: [tokens, width], of a text that was encoded before."""
 
     id: str
     text: str
+    images: Media | Sequence[Media]
+    document: Media
+    audio: Media
+    video: Media
     metadata: dict[str, Any]
+    multivector: NDArray[Any] | Sequence[Sequence[float]]
 
 
-class Params(TypedDict, total=False):
-    """Parameters of every verb. Unset means the model's own. `options` are passed on as they are."""
+@dataclass(frozen=True)
+class Progress:
+    """How far a call has come: `done` of `total` items. While it waits `cause` is a code of the server or `connection`, and
+    `remaining_s` how long it will go on waiting for that."""
+
+    done: int
+    total: int
+    cause: str = ""
+    remaining_s: float = 0.0
+
+
+class CallOptions(TypedDict, total=False):
+    """How a call is sent. Each may be given to the client too, for all of its calls; None and what is left out mean the client's.
+
+    `gpu`: machine profile; `pool`: name of a pool; `timeout_s`: deadline of each request at the server; `headers`: further ones, such as
+    `X-Request-ID` and `traceparent`; `explain`: results say what the request waited for; `strict`: unknown options are errors.
+
+    Patience: nothing is waited for if `wait_for_capacity` is False, else `connection_budget_s` (120) for a server that is not there and
+    `capacity_budget_s` (900) for one that has no capacity, counted from the last part of the call that was answered.
+
+    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (16,384) tokens, `concurrency` (8) at a time. With
+    `hedge_after_s` a part that is not answered by then is sent a second time, and the first good answer counts; at most one request in
+    five is. `progress` True draws a bar, False none, None one on a terminal; `on_progress` is called after each part and at each wait,
+    from the threads that send.
+    """
+
+    gpu: str | None
+    pool: str | None
+    priority: Literal["interactive", "bulk"] | None
+    timeout_s: float | None
+    headers: Mapping[str, str] | None
+    explain: bool | None
+    strict: bool | None
+    wait_for_capacity: bool | None
+    connection_budget_s: float | None
+    capacity_budget_s: float | None
+    part_tokens: int | None
+    concurrency: int | None
+    hedge_after_s: float | None
+    progress: bool | None
+    on_progress: Callable[[Progress], None] | None
+
+
+class ClientOptions(CallOptions, total=False):
+    """What a client is made with. `api_key` is sent as a bearer token."""
+
+    api_key: str | None
+
+
+class Params(CallOptions, total=False):
+    """Parameters of every verb. Unset means the model's own. `options` are passed on as they are.
+
+    `on_item_error` "fail" raises when any item fails; else such an item's result carries `error`.
+    """
 
     instruction: str | None
     truncate: str | bool | None
     max_seq_length: int | None
     profile: str | None
     lora_id: str | None
-    on_item_error: str | None
+    on_item_error: Literal["slot", "fail"] | None
     options: dict[str, Any] | None
 
 
@@ -48,14 +119,23 @@ class ExtractParams(Params, total=False):
     output_schema: dict[str, Any] | None
 
 
+class Usage(TypedDict):
+    """Tokens of a call, by the model's own tokenizer; positions of the items that were cut."""
+
+    prompt_tokens: int
+    total_tokens: int
+    truncated_items: list[int]
+
+
 class Shared(TypedDict, total=False):
-    """What every result tells of its request. `timing`: milliseconds by stage; `usage`: of the whole request."""
+    """What every result tells of its request. `timing`: milliseconds by stage; `usage`: of the whole call; `headers`: in lower case."""
 
     model: str
     timing: dict[str, float]
-    usage: dict[str, Any]
+    usage: Usage
     fingerprint: str
     request_id: str
+    headers: dict[str, str]
     warnings: list[str]
     explain: list[dict[str, Any]]
 
@@ -101,6 +181,14 @@ class ScoreResult(Shared, total=False):
     scores: list[ScoreEntry]
 
 
+class Ranked(TypedDict):
+    """One document of a ranking: its position in the input, its score on the model's scale, and the document as it was given."""
+
+    index: int
+    score: float
+    document: Item | str
+
+
 class ExtractResult(Shared, total=False):
     """One result, at the position of its input; lists are empty where nothing was found. `start` and `end` count code points."""
 
@@ -112,3 +200,38 @@ class ExtractResult(Shared, total=False):
     objects: list[dict[str, Any]]
     data: dict[str, Any]
     error: dict[str, Any]
+
+
+class ModelFilters(TypedDict, total=False):
+    """Which models to list: those that do `task`, give `output`, are loaded now; `variants` False leaves profiles out."""
+
+    task: Literal["encode", "score", "extract"] | None
+    output: str | None
+    loaded: bool | None
+    variants: bool | None
+
+
+class Capacity(TypedDict):
+    """Healthy workers of one machine profile, or of all: how many, with how many GPUs, and each of them."""
+
+    worker_count: int
+    gpu_count: int
+    workers: list[dict[str, Any]]
+
+
+class PoolOptions(TypedDict, total=False):
+    """What a reservation may ask for beside its machine profiles. `ttl_seconds`: how long it lives without being renewed."""
+
+    bundle: str | None
+    minimum_worker_count: int | None
+    ttl_seconds: int | None
+    gpu_caps: dict[str, int] | None
+    pinned_models: list[str] | None
+
+
+class Pool(TypedDict):
+    """A pool: `spec` as it was asked for, `status` with `state` (pending or active), `assigned_workers` and `expires_at`."""
+
+    name: str
+    spec: dict[str, Any]
+    status: dict[str, Any]

@@ -1,16 +1,18 @@
-"""Which pools this worker may pull from, as the gateway assigns them. Without an answer `_default` stays open, any other pool closes.
+"""Which pool this worker pulls from, as the gateways assign it. Without an answer `_default` stays open, any other pool closes.
 
-    every ASK_S: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly these
+    every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly this pool
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
 import httpx
 import msgspec
 
+from sie_contracts.broker import CoreMessage
 from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Secret
@@ -24,63 +26,88 @@ _logger = logging.getLogger("sie.sidecar.admission")
 
 
 class Assignments(msgspec.Struct, frozen=True):
-    """The gateway's answer."""
+    """The gateway's answer. `pinned_models`: to be loaded before anybody asks for them."""
 
     worker: str
     pools: tuple[str, ...]
+    pinned_models: tuple[str, ...] = ()
 
 
 _answer = msgspec.json.Decoder(Assignments)
 
 
-def admitted(own: str, answered: frozenset[str], silent_s: float) -> frozenset[str]:
-    """The pools that may be pulled from. `answered`: the last answer, `own` alone before the first. `silent_s`: seconds since it, or since
-    the start."""
-    if silent_s <= CLOSED_AFTER_S:
-        return answered
-    return frozenset({own}) if own == _DEFAULT else frozenset()
+def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
+    """The pool to pull from, None for none. `answered`: the last answer, `own` alone before the first. `silent_s`: seconds since it, or
+    since the start.
+
+    A worker serves one pool at a time, and a gateway names one; of several it is the worker's own, if that is among them.
+    """
+    if silent_s > CLOSED_AFTER_S:
+        return own if own == _DEFAULT else None
+    return own if own in answered else next(iter(answered), None)
 
 
 class Admission:
-    """Asks until `stop`. `admits` tells whether the worker's own pool is among the assigned ones."""
+    """Asks until `stop`, of several gateways the next one where one does not answer. `asked` is set after the first attempt at all of them,
+    `changed` each time another pool is to be served."""
 
-    def __init__(self, url: str, token: Secret | None, worker: str, pool: str, clock: Callable[[], float]) -> None:
+    def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
+        """`urls`: of one gateway or of several, with commas between. `own`: the pool that the worker belongs to."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
+        self._client = httpx.AsyncClient(headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
+        self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
         self._worker = worker
-        self._pool = pool
+        self._own = own
         self._clock = clock
-        self._answered = frozenset({pool})
+        self._answered: tuple[str, ...] = (own,)
         self._answered_s = clock()
-        self.on_change: Callable[[], None] = lambda: None
+        self.pinned: tuple[str, ...] = ()
+        self._again = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.changed = asyncio.Event()
 
-    def admits(self) -> bool:
-        return self._pool in admitted(self._pool, self._answered, self._clock() - self._answered_s)
+    def pool(self) -> str | None:
+        """The pool to serve now."""
+        return admitted(self._own, self._answered, self._clock() - self._answered_s)
+
+    async def on_hint(self, message: CoreMessage) -> None:
+        """The answer may be another one now."""
+        self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask now and every ASK_S until `stop`."""
-        said = ""
-        admits = self.admits()
+        """Ask now, every ASK_S and after each hint until `stop`."""
+        failures, pool = 0, self.pool()
         try:
             while True:
-                trouble = await self._ask()
-                if trouble and trouble != said:
-                    _logger.warning("the gateway assigns no pools: %s", trouble)
-                said = trouble
-                if admits != self.admits():
-                    admits = not admits
-                    _logger.info("pool %s is %s this worker", self._pool, "open to" if admits else "closed to")
-                    self.on_change()
-                if await stop.wait_for(ASK_S):
+                trouble = await self._ask_any()
+                failures = failures + 1 if trouble else 0
+                if failures == 2:  # once may be a gateway that starts together with this worker
+                    _logger.warning("no gateway assigns a pool: %s", trouble)
+                self.asked.set()
+                if pool != self.pool():
+                    pool = self.pool()
+                    self.changed.set()
+                if await stop.wait_woken(self._again, ASK_S):
                     return
         finally:
             await self._client.aclose()
 
-    async def _ask(self) -> str:
-        """Take the gateway's answer; returns why there was none, or nothing."""
+    async def _ask_any(self) -> str:
+        """Take the first answer that there is; returns why there was none, or nothing."""
+        told = []
+        for url in list(self._urls):
+            trouble = await self._ask(url)
+            if not trouble:
+                return ""
+            told.append(trouble)
+            self._urls.append(self._urls.pop(0))  # the one that answered last is asked first
+        return "; ".join(dict.fromkeys(told))
+
+    async def _ask(self, url: str) -> str:
+        """Take a gateway's answer; returns why there was none, or nothing."""
         failpoint("sidecar.before_admission")
         try:
-            answer = await self._client.get("/v1/pools/assignments", params={"worker": self._worker})
+            answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})
         except httpx.HTTPError as error:
             return type(error).__name__
         if answer.status_code != 200:
@@ -91,5 +118,5 @@ class Admission:
             return f"not the expected answer: {error}"
         if found.worker != self._worker:
             return "it answered for another worker"
-        self._answered, self._answered_s = frozenset(found.pools), self._clock()
+        self._answered, self.pinned, self._answered_s = found.pools, found.pinned_models, self._clock()
         return ""

@@ -28,7 +28,8 @@ _logger = logging.getLogger("sie.sidecar.assignment")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand. `waits`: work of it waits in the stream
+    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand, or the model makes room for another one here:
+    what came would wait for two loads, and might run elsewhere before the first has ended. `waits`: work of it waits in the stream
     and no gateway is there to place it.
 
     Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a host first that
@@ -75,8 +76,9 @@ class Assignment:
         self._watch = await bucket.watch(self._on_entry, entry.revision if entry else 0)
 
     async def stop(self) -> None:
-        if self._watch is not None:
-            await self._watch.stop()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await watch.stop()
 
     async def _on_entry(self, entry: Entry) -> None:
         if entry.key != topology.lane_key(self._lane):

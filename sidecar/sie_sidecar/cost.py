@@ -4,6 +4,8 @@ convention, so that one budget bounds every batch. That attention costs the squa
 
 from __future__ import annotations
 
+VECTOR_BYTES = 512  # 128 numbers, the width of most token vectors
+
 
 def text(tokens: int, expanded: int = 0) -> int:
     """A text: its tokens, special ones included, or as many as the model fills its row up to."""
@@ -13,6 +15,11 @@ def text(tokens: int, expanded: int = 0) -> int:
 def pair(left: int, right: int, special: int = 0) -> int:
     """Two texts that are read together: both sides and the special tokens around them."""
     return left + right + special
+
+
+def vectors(size: int) -> int:
+    """Vectors of a client in the place of a text, of so many bytes: what bounds a batch of them is its frame."""
+    return max(1, size // VECTOR_BYTES)
 
 
 def image(tiles: int = 0) -> int:

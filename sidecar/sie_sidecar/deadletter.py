@@ -21,7 +21,7 @@ _logger = logging.getLogger("sie.sidecar.deadletter")
 
 
 class DeadLetters:
-    """The dead letters that this worker writes. `now_s` is broker time."""
+    """The dead letters that this worker writes, all to its own `pool`: those of a reservation outlive it. `now_s` is broker time."""
 
     def __init__(self, broker: Broker, pool: str, worker: str, metrics: Metrics, now_s: Callable[[], float]) -> None:
         self._broker = broker
@@ -35,7 +35,7 @@ class DeadLetters:
 
         What the broker does not take in ATTEMPTS is lost: work that is never settled would come back for as long as its stream keeps it.
         """
-        name = letter_id(topology.stream_name(self._pool), delivery)
+        name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(
             name, delivery.subject, delivery.data, error, tuple(dict.fromkeys((*workers, self._worker))), delivery.delivered, deaths,
             self._now_s(),

@@ -17,7 +17,7 @@ from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import Remedies
 from sie_sidecar.worker import Worker
 
 _logger = logging.getLogger("sie.sidecar.health")
@@ -32,10 +32,12 @@ class Health:
         self._lane = lane
         self._id = worker_id
         self._link = link
-        self._feed = feed
+        self.feed = feed
+        self.remedies = Remedies()
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
+        self.asks = False  # which pool to serve
         self.preloading = ""
 
     def changed(self) -> None:
@@ -50,14 +52,26 @@ class Health:
             return "the adapter does not answer"
         if not self._broker.connected:
             return "no connection to the broker"
-        if not self._feed.loaded:
+        if not self.feed.loaded:
             return "the catalogue is not loaded"
         if self.worker is None:
             return "starting"
+        if self.worker.pool is None:
+            return "no pool is open to this worker"
         return f"preloading {self.preloading}" if self.preloading else None
 
+    @property
+    def description(self) -> ipc.Description | None:
+        """Of the adapter, while there is one."""
+        return self._link.description if self._link.connected else None
+
+    @property
+    def device(self) -> str:
+        """Of the present or the last adapter."""
+        return self._link.description.device if self._link.description else ""
+
     def heartbeat(self) -> Heartbeat:
-        description = self._link.description if self._link.connected else None
+        description = self.description
         worker = self.worker
         held_cost, oldest_s = worker.held() if worker else (0, {})
         statuses = tuple(
@@ -66,13 +80,14 @@ class Health:
         credit_cost, credit_items = worker.most() if worker else (0, 0)
         batch_cost, pipeline = worker.ahead() if worker else (0, 0)
         return Heartbeat(
-            worker=self._id, pool=self._lane.pool, machine_profile=self._lane.machine_profile, bundle=self._lane.bundle,
+            worker=self._id, pool=worker.lane.pool if worker else self._lane.pool, own_pool=self._lane.pool if self.asks else "",
+            machine_profile=self._lane.machine_profile, bundle=self._lane.bundle,
             ready=self.not_ready() is None, version=sie_contracts.__version__, leaving=self.leaving, gpu_count=self._settings.gpu_count,
             gpu=self._settings.gpu_type or (description.gpu if description else ""), device=description.device if description else "",
             memory_used_bytes=description.memory_used_bytes if description else 0,
             memory_total_bytes=description.memory_total_bytes if description else 0,
-            queue_depth=worker.depth if worker else 0, config_epoch=self._feed.catalogue.epoch, models=statuses,
-            slots=worker.hosting.slots(description.memory_total_bytes) if worker and description else 0,
+            queue_depth=worker.depth if worker else 0, config_epoch=self.feed.catalogue.epoch, models=statuses,
+            slots=worker.hosting.slots(description) if worker and description else 0,
             rate=worker.rate.tokens_per_s if worker else 0.0, held_cost=held_cost,
             credit_cost=credit_cost, credit_items=credit_items, batch_cost=batch_cost, pipeline=pipeline,
         )  # fmt: skip
@@ -87,13 +102,13 @@ class Health:
         """Publish until cancelled."""
         while True:
             self._change.clear()
-            await self._refresh()
+            await self.refresh()
             await self.publish()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.health_publish_interval_ms / 1000):
                     await self._change.wait()
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         """Ask the adapter for its present memory; what cannot be asked now is told at the next beat."""
         if not self._link.connected:
             return
@@ -101,19 +116,4 @@ class Health:
             answer = await self._link.ask(ipc.Describe())
             if isinstance(answer, ipc.Description):
                 self._link.description = answer
-
-    def export(self, metrics: Metrics) -> None:
-        """Bring the gauges up to date, for a scrape."""
-        if self.worker is None:
-            return
-        depths = {hosted.name: hosted.held for hosted in self.worker.hosting.all()}
-        for name, depth in depths.items():
-            metrics.queue_depth.labels(name).set(depth)
-        metrics.queue_depth.labels("other").set(max(0, self.worker.depth - sum(depths.values())))
-        metrics.swaps.set(self.worker.hosting.swaps)
-        device = self._link.description.device if self._link.description else ""
-        for hosted in self.worker.hosting.all():
-            metrics.loaded.labels(hosted.name, device).set(1 if hosted.state == "loaded" else 0)
-            metrics.memory.labels(hosted.name).set(hosted.ready.loaded.memory_bytes if hosted.ready else 0)
-        for result, count in self._feed.deltas.items():
-            metrics.config_deltas.labels(result).set(count)
+                self.remedies.told(answer)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from sie_contracts import ipc
-from sie_contracts.errors import InvalidInput, SIEError
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEError
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.batch import Job
 from sie_sidecar.hosting import Hosted
@@ -31,10 +32,13 @@ class Held:
     received_s: float
     deadline_s: float
     hosted: Hosted | None = None
+    entry: ModelEntry | None = None  # as it was when this was taken in: it is run by no other
+    fingerprint: str = ""  # of the copy that runs it, once it is at the device
     layout: ipc.Layout = "text"
     rows: list[Row] = field(default_factory=list)
     shared: int = 0
     refused: SIEError | None = None  # why it has no rows
+    unfit: Mapping[int, SIEError] = field(default_factory=dict)  # why an input must not run
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
@@ -48,45 +52,65 @@ class Held:
     counted: int = 0  # its share of the cost that waits for the device
     coming: bool = False  # hosting does not count it yet
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether its model's entry changed since it was taken in."""
+        return self.hosted is not None and self.hosted.resolved.entry is not self.entry
+
     def of_input(self, index: int) -> list[Row]:
         """The rows that only this input has."""
         each = (len(self.rows) - self.shared) // len(self.item.inputs)
         first = self.shared + index * each
         return self.rows[first : first + each]
 
-    def too_long(self) -> list[Row | None]:
-        """For each input the row that would have to be cut and must not be, or None."""
-        if self.item.options.truncate != "NONE":
+    @property
+    def is_whole(self) -> bool:
+        """Whether all inputs run."""
+        return self.item.options.truncate != "NONE" and not self.unfit
+
+    def stopped(self) -> list[SIEError | None]:
+        """For each input why it does not run, or None: the model does not take it, or it would have to be cut and must not be."""
+        if self.is_whole:
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
-        return [common or next((row for row in self.of_input(index) if row.truncated), None) for index in range(len(self.item.inputs))]
+        return [self.unfit.get(index) or self._too_long(common, index) for index in range(len(self.item.inputs))]
+
+    def _too_long(self, common: Row | None, index: int) -> SIEError | None:
+        if self.item.options.truncate != "NONE":
+            return None
+        row = common or next((row for row in self.of_input(index) if row.truncated), None)
+        return None if row is None else too_long(row)
 
 
 def runnable(held: Held) -> tuple[list[Row], list[int]]:
-    """The rows that go to the device, and the inputs they belong to: all, unless the client wants none of them cut."""
-    if held.item.options.truncate != "NONE":
+    """The rows that go to the device, and the inputs they belong to: all, but for those that are stopped."""
+    if held.is_whole:
         return held.rows, list(range(len(held.item.inputs)))
-    inputs = [index for index, row in enumerate(held.too_long()) if row is None]
+    inputs = [index for index, error in enumerate(held.stopped()) if error is None]
     return [*held.rows[: held.shared], *(row for index in inputs for row in held.of_input(index))] if inputs else [], inputs
 
 
-def too_long(row: Row) -> Failed:
-    """The outcome of an input over the limit that must not be cut."""
+def changed() -> NotReady:
+    """Of work that was made for an entry that is not its model's any more: its gateway understands it anew."""
+    return NotReady("the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1)
+
+
+def too_long(row: Row) -> InvalidInput:
+    """Why an input over the limit does not run that must not be cut."""
     limit = len(row.ids)
-    error = InvalidInput(
+    return InvalidInput(
         f"the input has {row.full} tokens, the limit is {limit}", reason="input_too_long", extras={"tokens": row.full, "limit": limit}
     )
-    return Failed(error.info())
 
 
 def merge(held: Held, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """One outcome per input, told which were cut: of those that ran, and of those that were too long to run."""
+    """One outcome per input, told which were cut: of those that ran, and of those that were stopped."""
     ran = iter(outcomes)
     common = any(row.truncated for row in held.rows[: held.shared])
     found: list[Outcome] = []
-    for index, row in enumerate(held.too_long()):
-        if row is not None:
-            found.append(too_long(row))
+    for index, error in enumerate(held.stopped()):
+        if error is not None:
+            found.append(Failed(error.info()))
             continue
         outcome = next(ran)
         if isinstance(outcome, Ok) and (common or any(each.truncated for each in held.of_input(index))):
@@ -116,7 +140,7 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 def only(held: Held, index: int) -> Held:
     """The same work with one of its inputs. It has the lease of the whole, and must not be settled."""
     item = msgspec.structs.replace(held.item, inputs=(held.item.inputs[index],), first=held.item.first + index)
-    return replace(held, item=item, rows=[*held.rows[: held.shared], *held.of_input(index)], counted=0)
+    return replace(held, item=item, rows=[*held.rows[: held.shared], *held.of_input(index)], unfit={}, counted=0)
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:

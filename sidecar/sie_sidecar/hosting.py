@@ -22,7 +22,7 @@ import msgspec
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.messages import ModelStatus
+from sie_contracts.messages import Fetched, ModelStatus
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -31,12 +31,17 @@ OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # tried again however often
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MOST_ATTEMPTS = 3  # of any other failure
-MEMORY_USED = 0.85  # of the device: what is above may be evicted again
+MEMORY_USED = 0.85  # of the device, where the adapter does not tell from where on models go
 RATE_OVER_S = 10.0
+FILL_WEIGHT = 0.1  # of the last batch
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
 EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
+
+
+def _one() -> int:
+    return 1
 
 
 class Hosted:
@@ -57,10 +62,14 @@ class Hosted:
         self.gate.set()
         self.loaded_s = 0.0
         self.used_s = 0.0  # of the last work that came or went
+        self.uses = 0  # how often that was
+        self.swapped = False  # whether its last load closed another model to new work
         self.load_s = 0.0  # what the last load took
         self.memory_bytes = 0  # of the copy that was loaded last
+        self.fill_ratio: float | None = None  # of its batches lately: their tokens by those of a full one
         self._cost_rate = 0.0
         self._cost_s = 0.0
+        self.wanted: list[Callable[[], int]] = []  # by those who wait for it: how much of their work still needs it
         self.loading: asyncio.Task[None] | None = None
         self.releasing: asyncio.Task[None] | None = None
         self.loras: set[str] = set()  # that the loaded copy has, unless it dropped one since
@@ -72,6 +81,11 @@ class Hosted:
         return self.resolved.residency
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether anybody who waits for it still needs it."""
+        return any(count() for count in self.wanted)
+
+    @property
     def parked(self) -> int:
         """Of what is held, what waits before the gate."""
         return sum(count() for count in self.before_gate)
@@ -80,6 +94,10 @@ class Hosted:
         """Work of so many tokens was taken in."""
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
+
+    def filled(self, ratio: float) -> None:
+        """A batch ran that was so full."""
+        self.fill_ratio = ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
 
     def cost_rate(self, now_s: float) -> float:
         """Tokens a second that came in: a mean whose weights fall by e in RATE_OVER_S."""
@@ -96,12 +114,15 @@ class Hosted:
         # by what its files hold: they may change under one name
         return hashlib.sha256(f"{found} {self.lora_digests.get(lora) or lora}".encode()).hexdigest()[:16] if lora else found
 
-    def status(self, now_s: float) -> ModelStatus:
+    def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
+        state: Literal["available", "loading", "loaded", "unloading", "failed"] = self.state
+        if self.releasing is not None and state == "available":
+            state = "unloading"
         return ModelStatus(
-            self.name, self.state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
+            self.name, state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
             self.error.info() if self.error else None, loaded.certificate or None if loaded else None, self.load_s,
-            cost_rate=round(self.cost_rate(now_s), 1),
+            cost_rate=round(self.cost_rate(now_s), 1), fetched=fetched if state == "loading" else None,
         )  # fmt: skip
 
     def cool_down_s(self) -> float:
@@ -129,7 +150,9 @@ class Hosting:
     ) -> None:
         """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is closed to more."""
         self.swaps = 0
+        self.idle_evictions = 0
         self._asked = 0  # loads asked for
+        self._room_bytes: float | None = None  # for models, when last no load was under way
         self._swap_after_s = swap_after_s
         self._quiet = asyncio.Event()  # set when a model has no work left
         self._link = link
@@ -139,7 +162,7 @@ class Hosting:
         self._of_model: dict[str, list[Hosted]] = {}
         self.assigned: Callable[[], frozenset[str] | None] = lambda: None  # models that this worker is a host of; None: not known
         self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
-        self.on_role: Callable[[Hosted], object] = lambda hosted: None  # it is unloaded, or need not make room any more
+        self.on_role: Callable[[Hosted], object] = lambda hosted: None  # it is unloaded, makes room, or need not any more
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
         link.listeners.append(self._on_link)
@@ -149,7 +172,7 @@ class Hosting:
 
     def statuses(self) -> tuple[ModelStatus, ...]:
         now_s = self._clock()
-        return tuple(hosted.status(now_s) for hosted in self._hosted.values())
+        return tuple(hosted.status(now_s, self._link.fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
 
     def is_loaded(self, model: str) -> bool:
         """Whether a residency of this model is loaded."""
@@ -163,13 +186,21 @@ class Hosting:
         """Whether work of this model is held here."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
+    def makes_room(self, model: str) -> bool:
+        """Whether work of this model would wait here until another model had its load."""
+        return any(not hosted.gate.is_set() for hosted in self._of_model.get(model, ()))
+
     def loaded_models(self) -> list[str]:
         return [model for model in self._of_model if self.is_loaded(model)]
 
-    def slots(self, memory_bytes: int) -> int:
-        """How many models of the mean size of those that were loaded here fit into a device of so many bytes; 0 while nobody knows."""
+    def slots(self, device: ipc.Description) -> int:
+        """How many models of the mean size of those that were loaded here fit beside what else the device holds, before any of them has to
+        go; 0 while nobody knows."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        return int(MEMORY_USED * memory_bytes * len(sizes) / sum(sizes)) if sizes else 0
+        if not any(hosted.state == "loading" for hosted in self._hosted.values()):  # whose bytes would be nobody's
+            beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
+            self._room_bytes = (device.threshold_percent / 100 or MEMORY_USED) * device.memory_total_bytes - beside_bytes
+        return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
 
     def of(self, resolved: Resolved) -> Hosted:
         """The residency that serves `resolved`. An entry that changed since is another one: the old copy is not used for it."""
@@ -180,14 +211,17 @@ class Hosting:
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.unload()
+            hosted.tokenizer = None  # that of another model
+            hosted.attempts = 0
             if hosted.state == "failed":
-                hosted.state, hosted.error, hosted.attempts = "available", None, 0
+                hosted.state, hosted.error = "available", None
         return hosted
 
     def take(self, hosted: Hosted, items: int = 1) -> None:
         """Hold `items` more work items for `hosted`. From now on the adapter must not unload it."""
         hosted.held += items
         hosted.used_s = self._clock()
+        hosted.uses += 1
         if hosted.name in self._told:
             self._news.set()
 
@@ -195,6 +229,7 @@ class Hosting:
         """One work item of `hosted` is settled."""
         hosted.held -= 1
         hosted.used_s = self._clock()
+        hosted.uses += 1
         if hosted.held == hosted.parked:
             self._quiet.set()
 
@@ -206,13 +241,22 @@ class Hosting:
             self._quiet.set()
         self._on_change()
 
-    async def ensure(self, hosted: Hosted, items: Callable[[], int] = lambda: 1, *, past_gate: bool = False) -> None:
-        """Return when the model is loaded and its gate is open. Raises ModelLoadFailed, AdapterGone.
+    async def ensure(self, hosted: Hosted, items: Callable[[], int] | None = None, *, past_gate: bool = False) -> None:
+        """Return when the model is loaded and its gate is open, or when nobody needs it any more. Raises ModelLoadFailed, AdapterGone.
 
-        `items`: for how many of the work items that are held for it, without those that were cancelled since. `past_gate`: they were
-        through the gate before and hold what others wait for, so that they must not wait there again.
+        `items`: for how many of the work items that are held for it, without those that were cancelled since; without it the model is
+        wanted for no work in particular. `past_gate`: they were through the gate before and hold what others wait for, so that they must
+        not wait there again.
         """
-        while hosted.state != "loaded" or not (past_gate or hosted.gate.is_set()):
+        count = items or _one
+        hosted.wanted.append(count)
+        try:
+            await self._until_ready(hosted, items or int, count, past_gate=past_gate)
+        finally:
+            hosted.wanted.remove(count)
+
+    async def _until_ready(self, hosted: Hosted, items: Callable[[], int], wanted: Callable[[], int], *, past_gate: bool) -> None:
+        while wanted() and (hosted.state != "loaded" or not (past_gate or hosted.gate.is_set())):
             if not (past_gate or hosted.gate.is_set()):
                 await self._park(hosted, items)
                 continue
@@ -238,15 +282,21 @@ class Hosting:
 
     async def _load(self, hosted: Hosted) -> None:
         resolved, asked_s = hosted.resolved, self._clock()
-        hosted.state = "loading"
+        hosted.state, hosted.swapped = "loading", False
         self._on_change()
         closed: Hosted | None = None
         try:
-            while (ready := await self._asked_to_load(hosted, resolved)) is None:
+            ready = None
+            while self._still_loads(hosted, resolved) and (ready := await self._asked_to_load(hosted, resolved)) is None:
                 closed = await self._make_room(hosted, asked_s, closed)
+            if ready is None:
+                return
             if hosted.resolved.entry == resolved.entry:  # else it changed meanwhile: what was loaded is another model
                 self._loaded(hosted, ready)
                 hosted.load_s = ready.load_s or self._clock() - asked_s
+        except SIEError:
+            if hosted.resolved.entry == resolved.entry:  # else whoever waits wants another model, which is loaded next
+                raise
         finally:
             if hosted.state == "loading":
                 hosted.state = "available"
@@ -256,11 +306,16 @@ class Hosting:
             hosted.loading = None
             self._on_change()
 
+    @staticmethod
+    def _still_loads(hosted: Hosted, resolved: Resolved) -> bool:
+        """Whether somebody waits for this very model: a load that nobody waits for any more would evict what somebody needs."""
+        return hosted.is_wanted and hosted.resolved.entry == resolved.entry
+
     async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
         """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way. Raises AdapterGone,
         ModelLoadFailed."""
         offered, left_over = [other for other in self.idle(0.0) if other is not hosted], self._left_over()
-        beside, number, asked_s = self._busy(hosted), self._asked + 1, self._clock()
+        beside, number, uses = self._busy(hosted), self._asked + 1, [other.uses for other in offered]
         self._asked, hosted.arriving = number, True
         try:
             first = self._first_to_go(offered)
@@ -273,9 +328,11 @@ class Hosting:
             return await self._ask(hosted, resolved, offered)
         except SIEError as error:
             error_class = error.extras.get("error_class", "UNKNOWN")
-            came = self._asked > number or any(other.used_s >= asked_s for other in offered)
+            came = self._asked > number or uses != [other.uses for other in offered]
             if error_class == "OOM" and (beside or came or self._busy(hosted) or await self._went_to_earlier_loads(error, left_over)):
                 return None
+            if hosted.resolved.entry != resolved.entry:  # it changed meanwhile: what failed says nothing of it
+                raise
             hosted.attempts += 1
             permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MOST_ATTEMPTS)
             extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
@@ -312,6 +369,11 @@ class Hosting:
         answer = await self._link.ask(ipc.Describe())
         if isinstance(answer, ipc.Description):
             self._link.description = answer
+        there = {loaded.model for loaded in self._link.description.models} if self._link.description else set()
+        finding = [each.loading for each in self._hosted.values() if each.state == "loading" and each.name in there and each.loading]
+        if finding:  # its own load finds it there, which makes it one that has work or can be offered
+            await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
+            return True
         return any(name not in offered for name in self._left_over())
 
     async def _park(self, hosted: Hosted, items: Callable[[], int]) -> None:
@@ -338,10 +400,11 @@ class Hosting:
         return [other for other in others if other.arriving or (other.state == "loaded" and other.held > other.parked)]
 
     async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
-        """Return when one more of the other models has no work. Once `hosted` has waited `swap_after_s`, and the model that was loaded
-        longest ago has been there for as long, that one is closed to new work until `hosted` had its load; returns it."""
+        """Return when one more of the other models has no work, or nobody wants this one any more. Once `hosted` has waited `swap_after_s`,
+        and the model that was loaded longest ago has been there for as long, that one is closed to new work until `hosted` had its load;
+        returns it."""
         had_work = self._busy(hosted)
-        while had_work and all(other in self._busy(hosted) for other in had_work):
+        while hosted.is_wanted and had_work and all(other in self._busy(hosted) for other in had_work):
             oldest = min((other for other in had_work if other.state == "loaded"), key=lambda other: other.loaded_s, default=None)
             # what was loaded for its own work gets to it first
             due_s = max(asked_s, oldest.loaded_s) + self._swap_after_s - self._clock() if oldest and closed is None else None
@@ -349,7 +412,9 @@ class Hosting:
                 closed = oldest
                 assert closed is not None
                 closed.gate.clear()
+                self.on_role(closed)
                 self.swaps += 1
+                hosted.swapped = True
                 _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
                 continue
             self._quiet.clear()
@@ -390,6 +455,7 @@ class Hosting:
             await self._link.ask(ipc.Release(hosted.name))
         finally:
             hosted.releasing = None
+            self._on_change()
 
     def idle(self, seconds: float) -> list[Hosted]:
         """Loaded models without work, other than what waits before the gate, that were last used this long ago."""
@@ -410,6 +476,7 @@ class Hosting:
                 _logger.info("%s was idle for %d s and is unloaded", hosted.name, idle_evict_s, extra={"model": hosted.name})
                 try:
                     await self.release(hosted)
+                    self.idle_evictions += 1
                 except (AdapterGone, SIEError) as error:
                     _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})
 

@@ -42,19 +42,19 @@ class Leases:
         self._is_alive = is_alive
         self._heard = heard
         self._clock = clock
-        self._held: dict[int, Lease] = {}
+        self._held: dict[tuple[str, int], Lease] = {}  # by pool and sequence: each pool's stream counts from 1
         self.empty = asyncio.Event()
         self.empty.set()
 
     def hold(self, delivery: Delivery) -> Lease:
         lease = Lease(delivery, self._clock(), self._ledger.put(delivery.reply) if self._ledger else 0)
-        self._held[delivery.sequence] = lease
+        self._held[_place(delivery)] = lease
         self.empty.clear()
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
         """The lease of work that we still have in hand and that is delivered to us once more, renewed; None for work that is new here."""
-        lease = self._held.get(delivery.sequence)
+        lease = self._held.get(_place(delivery))
         if lease is None or lease.delivery.data != delivery.data:  # sequences begin anew in a stream that was lost and made again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
@@ -98,8 +98,8 @@ class Leases:
         if self._ledger:
             self._ledger.clear(lease.slot)
             lease.slot = 0
-        if self._held.get(lease.delivery.sequence) is lease:
-            del self._held[lease.delivery.sequence]
+        if self._held.get(_place(lease.delivery)) is lease:
+            del self._held[_place(lease.delivery)]
             if not self._held:
                 self.empty.set()
 
@@ -140,7 +140,7 @@ class Leases:
         sent_s, renewed = self._clock(), []
         try:
             for lease in list(self._held.values()):
-                if self._held.get(lease.delivery.sequence) is lease:
+                if self._held.get(_place(lease.delivery)) is lease:
                     await lease.delivery.in_progress()
                     renewed.append(lease)
             if self._heard is not None:
@@ -161,3 +161,7 @@ class Leases:
             due_s = max(due_s + self._ack_wait_s / 3, self._clock())
             await asyncio.sleep(due_s - self._clock())
             await self.renew_all()
+
+
+def _place(delivery: Delivery) -> tuple[str, int]:
+    return delivery.subject.split(".", 3)[2], delivery.sequence

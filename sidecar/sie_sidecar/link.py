@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 
 from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge, SIEError
+from sie_contracts.messages import Fetched
 from sie_contracts.runtime.process import Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
@@ -66,6 +65,7 @@ class AdapterLink:
     def __init__(self, path: str, *, size: int, ping_s: float, stale_s: float, clock: Callable[[], float]) -> None:
         self.path = path
         self.description: ipc.Description | None = None
+        self.fetching: dict[str, Fetched] = {}  # how far weights are that come to this node, by the id of their entry
         self._size = size
         self._ping_s = ping_s
         self._stale_s = stale_s
@@ -84,20 +84,6 @@ class AdapterLink:
     @property
     def connected(self) -> bool:
         return self._control is not None
-
-    def has_spare(self) -> bool:
-        """Whether a warm spare waits to take over from the adapter; also true where there never was one."""
-        try:
-            file = os.open(f"{self.path}.spare", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return True
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-        return False
 
     async def wait_connected(self) -> None:
         await self._up.wait()
@@ -178,6 +164,7 @@ class AdapterLink:
                 return
             if isinstance(pong, ipc.Pong):
                 self._last_pong_s = self._clock()
+                self.fetching = pong.fetching
 
     async def ask(self, question: ipc.Request) -> ipc.Reply:
         """A short question on the control connection. Raises AdapterGone, SIEError."""

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from sie_contracts import topology
+from sie_contracts.aliases import resolve_all
 from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.errors import ModelNotFound, SIEError
+from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
 from sie_contracts.payloads import open_store
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
-from sie_contracts.runtime.http import App, HttpServer, Receive, Scope, Send, probes
-from sie_contracts.runtime.process import Stop, Tasks, retry
+from sie_contracts.runtime.http import HttpServer
+from sie_contracts.runtime.process import Stop, Tasks, Trouble, retry
+from sie_contracts.runtime.websocket import WebSocketProtocol
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
 from sie_contracts.topology import Lane
 from sie_sidecar.admission import Admission
@@ -26,12 +28,14 @@ from sie_sidecar.batch import Limits
 from sie_sidecar.health import Health
 from sie_sidecar.hosting import MOST_ATTEMPTS
 from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import Live, Metrics
+from sie_sidecar.status import Status, worker_app
 from sie_sidecar.worker import Worker
 
 DRAIN_S = 9.0
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
+SERVE_RETRY_S = 0.5
 PING_ANSWER_S = 0.25  # an answer on its way is not silence, also at a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
 
@@ -61,29 +65,45 @@ async def serve(
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
     link = AdapterLink(settings.ipc_socket_path, size=settings.pool_size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
     health = Health(settings, broker, lane, worker_id, link, feed)
-    http = HttpServer(_app(health, metrics), host, settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT")
+    metrics.registry.register(Live(health, metrics))
+    feed.on_change(health.changed)
+    status = Status(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
+    http = HttpServer(
+        worker_app(health, metrics, status), host, settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT",
+        websockets=WebSocketProtocol,
+    )  # fmt: skip
     await http.start()
     tasks = Tasks(_logger, stop.request)
     try:
         tasks.start(feed.run(stop), "catalogue feed")
+        tasks.start(_in_a_bundle(feed, settings.bundle), "bundle")
         link.listeners.append(lambda _: health.changed())
         tasks.start(link.run(stop), "adapter link")
         tasks.start(health.run(), "heartbeats")
+        tasks.start(status.run(), "status")
         worker = Worker(
             settings, broker, feed, link, lane, worker_id, limits_of(settings, mode), metrics, on_failure=stop.request,
             on_change=health.changed, ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
             store=open_store(settings.payload_store_url),
         )  # fmt: skip
+        admission: Admission | None = None
+        following: asyncio.Task[None] | None = None
         if settings.pool_admission_enabled and settings.gateway_url is not None:
             admission = Admission(settings.gateway_url, settings.config_read_token, worker_id, lane.pool, time.monotonic)
-            worker.admits, admission.on_change = admission.admits, worker.pulling.refill_all
+            health.asks = True
+            hints = topology.assigned_subject(worker_id), admission.on_hint
+            await retry(lambda: broker.subscribe(*hints), errors=(BrokerError,), stop=stop, logger=_logger, what="listening for hints")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
         await retry(lambda: _verified(broker, stream), errors=(BrokerError,), stop=stop, logger=_logger, what=f"waiting for {stream}")
         try:
             if not stop.requested:
                 await worker.start()
-                await retry(worker.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull")
+                if admission is None:
+                    await retry(worker.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull")
+                else:
+                    await _unless_stopped(stop, admission.asked.wait())
+                    following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
                 health.changed()  # gateways may place on it from now on
                 await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
@@ -95,6 +115,9 @@ async def serve(
             _logger.info("sidecar draining, %d work items held", worker.depth)
             health.leaving = True
             await health.publish()
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
             await worker.drain(DRAIN_S)
             with contextlib.suppress(BrokerError):  # gone as well: what it did not hear it delivers again
                 await broker.flush()
@@ -115,6 +138,25 @@ async def _verified(broker: Broker, stream: str) -> bool:
     return True
 
 
+async def _follow(admission: Admission, worker: Worker, health: Health, stop: Stop) -> None:
+    """Serve the assigned pool, and the next one as soon as that is another, until `stop`."""
+    trouble = Trouble(_logger, "the assigned pool cannot be served yet")
+    while not stop.requested:
+        pool = admission.pool()
+        if pool == worker.pool:
+            trouble.passed()
+            await stop.wait_woken(admission.changed)
+            continue
+        _logger.info("the pool of this worker is %s", pool or "none: no gateway says that its own is open")
+        try:
+            await worker.serve(pool)
+            worker.load(admission.pinned)
+        except BrokerError as error:
+            trouble.met(error)
+            await stop.wait_woken(admission.changed, SERVE_RETRY_S)
+        health.changed()
+
+
 async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: Health, stop: Stop) -> None:
     """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process.
 
@@ -128,14 +170,14 @@ async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, w
         pass
     if stop.requested:
         return
-    resolved = [_known(feed.catalogue, name) for name in settings.preload_models]
+    resolved = [each for name in settings.preload_models for each in _known(feed.catalogue, name, settings.bundle)]
     for index, wanted in enumerate(resolved):
         left = ", ".join(each.canonical for each in resolved[index:])
         health.preloading = left
         while not stop.requested:
             hosted = worker.hosting.of(wanted)
             try:
-                await worker.hosting.ensure(hosted, lambda: 0)
+                await worker.hosting.ensure(hosted)
                 break
             except AdapterGone:
                 await link.wait_connected()
@@ -149,7 +191,7 @@ async def _preload(settings: Settings, feed: CatalogueFeed, link: AdapterLink, w
     health.changed()
 
 
-async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, None]) -> None:
+async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None:
     """Do `work`, or cancel it when the process is to end. Raises what it raises."""
     doing, ending = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,11 +203,28 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, None]) -> None:
     doing.result()
 
 
-def _known(catalogue: Catalogue, name: str) -> Resolved:
+async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
+    """Say it if the catalogue has no such bundle: work will never come. It may get one later, by a file in SIE_MODELS_DIR."""
+    await feed.first.wait()
+    if bundle not in (bundles := feed.catalogue.bundles):
+        _logger.error("SIE_BUNDLE: the catalogue has no bundle %s, only %s: no work will come", bundle, ", ".join(sorted(bundles)))
+
+
+def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
+    """The model, or each of an alias. Raises SettingError."""
     try:
-        return catalogue.resolve(name)
+        found = resolve_all(catalogue, name)
     except ModelNotFound as error:
+        like = error.extras.get("suggestions")
+        fix = f"did you mean {' or '.join(like)}?" if like else "`sie models list` shows all"
+        raise SettingError("SIE_PRELOAD_MODELS", f"{error.message}; {fix}") from error
+    except BundleConflict as error:
         raise SettingError("SIE_PRELOAD_MODELS", error.message) from error
+    for resolved in found:
+        if bundle not in (able := catalogue.bundles_of(resolved.entry)):
+            message = f"{resolved.canonical} is served by bundle {' or '.join(able)}, and this worker is of {bundle} (SIE_BUNDLE)"
+            raise SettingError("SIE_PRELOAD_MODELS", message)
+    return found
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
@@ -177,16 +236,6 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
             await worker.upkeep(look=rounds % 10 == 0)
         except BrokerError as error:
             _logger.warning("the consumers could not be listed: %s", error)
-
-
-def _app(health: Health, metrics: Metrics) -> App:
-    inner = probes(health.not_ready, metrics.registry)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        health.export(metrics)
-        await inner(scope, receive, send)
-
-    return app
 
 
 async def run(settings: Settings, stop: Stop, *, host: str) -> int:

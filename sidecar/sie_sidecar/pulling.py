@@ -64,10 +64,10 @@ class Pulling:
     async def start(self) -> None:
         """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
         self._notices = await self._broker.watch_consumers(self._stream, self._on_consumer)
-        self._broker.on_reconnect(self._look)
-        await self._look()
+        await self.look()
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """`find_consumers` now, if the broker can be asked: notices may have been missed."""
         try:
             await self.find_consumers()
         except BrokerError as error:
@@ -75,6 +75,8 @@ class Pulling:
 
     async def find_consumers(self) -> None:
         """Learn which durable consumers of this lane exist: the net under the broker's notices. Raises BrokerError."""
+        if self._notices is None:  # before the start, when a reconnect asks as well, and after the end
+            return
         before, self._announced = set(self._consumers), set()
         found = [name for name in await self._broker.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())]
         for name in before.difference(found, self._announced):
@@ -175,4 +177,5 @@ class Pulling:
     async def stop(self) -> None:
         """Pull nothing more. What is on the wire is still delivered before this returns."""
         self._stopped = True
-        await asyncio.gather(self._pulls.stop(), *([self._notices.stop()] if self._notices is not None else []))
+        notices, self._notices = self._notices, None
+        await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))

@@ -5,8 +5,8 @@ inputs, query, options ──► pieces of text ──► contents (ids without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, Layout, Rows, RunBatch, Side
-from sie_contracts.messages import Input, Operation, RunOptions, Truncate
+from sie_contracts.messages import Input, Operation, RunOptions, Truncate, Vectors
 from sie_sidecar import cost
 from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
@@ -27,6 +27,7 @@ NOWHERE = -1  # the place of a special token
 MOST_CHARACTERS = 32 << 20
 MOST_ROWS = 1 << 16
 MOST_TOKENS = 8 << 20
+MOST_VECTOR_BYTES = 64 << 20
 ROW_CHARACTERS = 24  # making a row takes as long as reading so many
 COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
 _NONE = np.zeros(0, np.int32)
@@ -37,7 +38,7 @@ class Row:
     """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans`. `expanded`: its length on the
-    device, or the cost of the text beside it, if that is more.
+    device, or the cost of what goes beside its ids, if that is more. `vectors` stand in the place of ids.
     """
 
     ids: Ids
@@ -45,6 +46,7 @@ class Row:
     types: NDArray[np.uint8] | None = None
     offsets: Ids | None = None
     expanded: int = 0
+    vectors: Vectors | None = None
 
     @property
     def truncated(self) -> bool:
@@ -66,21 +68,98 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Made:
-    """The rows of one work item: `shared` ones first, then those of each input in turn; or why none were made."""
+    """The rows of one work item: `shared` ones first, then those of each input in turn; or why none were made.
+
+    `unfit`: why an input must not run, whose rows are there all the same.
+    """
 
     rows: list[Row]
     shared: int = 0
     error: InvalidInput | None = None
+    unfit: Mapping[int, InvalidInput] = field(default_factory=dict)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work]) -> list[Made]:
-    """The rows of work items of one model that agree in `truncate` and `max_tokens`; their texts are tokenised together."""
+    """The rows of work items of one model that agree in how texts are cut; their texts are tokenised together."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
-    errors = [_excess(layout, item) for item in items]
-    fitting = [item for item, error in zip(items, errors, strict=True) if error is None]
+    checked = [_checked(tokenizer, layout, item) for item in items]
+    fitting = [item for item, error, _ in checked if error is None]
     made = iter(_LAYOUTS[layout.layout](tokenizer, layout, fitting, options.truncate, limit))
-    return [next(made) if error is None else Made([], error=error) for error in errors]
+    found = []
+    for _, error, unfit in checked:
+        if error is not None:
+            found.append(Made([], error=error))
+        elif unfit:
+            each = next(made)
+            found.append(Made(each.rows, each.shared, each.error, unfit))
+        else:
+            found.append(next(made))
+    return found
+
+
+def _checked(tokenizer: ModelTokenizer, layout: Rows, item: Work) -> tuple[Work, InvalidInput | None, dict[int, InvalidInput]]:
+    """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands an empty text."""
+    error = _excess(layout, item)
+    unfit: dict[int, InvalidInput] = {}
+    if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
+        return item, error, unfit
+    if item.query is not None:
+        error = _unfit(tokenizer, layout, item.query, item.options)
+    for index, given in enumerate(item.inputs):
+        if (why := _unfit(tokenizer, layout, given, item.options)) is not None:
+            unfit[index] = why
+    if unfit:
+        item = item._replace(inputs=[Input("") if index in unfit else given for index, given in enumerate(item.inputs)])
+    return item, error, unfit
+
+
+def _is_text(given: Input) -> bool:
+    return given.tokens is None and given.pair is None and given.vectors is None
+
+
+def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOptions) -> InvalidInput | None:
+    """Why an input does not suit the model or what is asked of it."""
+    if _is_text(given):
+        return None
+    if given.vectors is not None:
+        return _unfit_vectors(layout, given.vectors, options)
+    if given.pair is not None and not (layout.pairs and given.text is not None):
+        return _unsupported("pair", "takes no pairs of texts" if given.text is not None else "takes pairs of texts alone")
+    if given.tokens is None:
+        return None
+    if not layout.tokens:
+        return _unsupported("tokens", "takes no token ids")
+    return bad_token(tokenizer, given.tokens)
+
+
+def _unsupported(what: str, why: str) -> InvalidInput:
+    return InvalidInput(f"{what}: the model {why} here", reason="unsupported_modality", param=what)
+
+
+def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput | None:
+    """Why these are no ids of the tokenizer, if they are none."""
+    place = tokenizer.first_unknown(tokens)
+    if place is None:
+        return None
+    expected = f"expected an id from 0 to {tokenizer.vocabulary - 1}"
+    return InvalidInput(f"tokens[{place}]: {expected}, got {tokens[place]}", reason="bad_token_id", param=f"tokens[{place}]")
+
+
+def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> InvalidInput | None:
+    if not layout.vectors:
+        return _unsupported("multivector", "takes none")
+    if layout.layout == "sides" and options.outputs != ("multivector",):
+        return _unsupported("multivector", f"scores by {' and '.join(options.outputs)}, and takes one with score_mode colbert alone,")
+    if layout.layout != "sides" and (options.muvera is None or "sparse" in options.outputs):
+        return _unsupported("multivector", "takes one for muvera alone")
+    if vectors.width != layout.vectors:
+        message = f"multivector: expected vectors {layout.vectors} wide, got {vectors.width}"
+        return InvalidInput(message, reason="bad_dimensions", param="multivector")
+    if not vectors.fits:
+        message = f"multivector: {len(vectors.data)} bytes are not {vectors.rows} float32 vectors {vectors.width} wide"
+        return InvalidInput(message, reason="schema", param="multivector")
+    return None
 
 
 def _excess(layout: Rows, item: Work) -> InvalidInput | None:
@@ -92,6 +171,11 @@ def _excess(layout: Rows, item: Work) -> InvalidInput | None:
         return _too_many(f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MOST_ROWS)
     if characters > MOST_CHARACTERS:
         return _too_many(f"the items have {characters} characters with their prompts", MOST_CHARACTERS)
+    if layout.vectors:
+        given = item.inputs if item.query is None else [item.query, *item.inputs]
+        size = sum(len(each.vectors.data) for each in given if each.vectors is not None)
+        if size > MOST_VECTOR_BYTES:
+            return _too_many(f"the items have {size} bytes of vectors", MOST_VECTOR_BYTES)
     return None
 
 
@@ -117,7 +201,10 @@ def _characters(layout: Rows, item: Work) -> int:
             around += length
         else:
             once += length
-    return once + sum(len(given.text or "") + around for given in item.inputs)
+    if layout.pairs:
+        once += sum(len(given.pair or "") for given in item.inputs)
+    # an id takes about as long as a character
+    return once + sum(len(given.text or given.tokens or "") + around for given in item.inputs)
 
 
 def effort_of(layout: Rows, item: Work) -> int:
@@ -165,9 +252,9 @@ class Part(NamedTuple):
 
 def to_batch(
     name: str, model: str, operation: Operation, layout: Layout, parts: Sequence[Part], *, pooling: str = "", lora: str = "",
-    traceparent: str = "",
+    traceparent: str = "", fingerprint: str = "",
 ) -> RunBatch:  # fmt: skip
-    """The frame of a batch of work items that share a forward pass."""
+    """The frame of a batch of work items that share a forward pass, for the loaded copy of that fingerprint."""
     rows: list[Row] = []
     groups: list[Group] = []
     texts: list[str] = []
@@ -178,9 +265,11 @@ def to_batch(
         rows += part.rows
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
+    given = [row.vectors for row in rows if row.vectors is not None]
+    counts = np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes() if given else b""
     return RunBatch(
         name, model, operation, lengths.tobytes(), ids, tuple(groups), types_of(rows), tuple(texts), offsets_of(rows), pooling, lora,
-        traceparent,
+        traceparent, counts, b"".join(vectors.data for vectors in given), fingerprint,
     )  # fmt: skip
 
 
@@ -193,24 +282,73 @@ def _answered(options: RunOptions) -> RunOptions:
 
 def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
     sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
-    texts = [_prompted(given, item.options) for item in items for given in item.inputs]
-    rows = iter(_sided(tokenizer, texts, sides, truncate, limit))
+    paired = [given for item in items for given in item.inputs if given.pair is not None] if layout.pairs else []
+    pairs = _pairs(tokenizer, paired, truncate, limit)
+    contents: list[_Content] = []
+    for item in items:
+        contents += _contents(tokenizer, item, pairs)
+    rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [Made([next(rows) for _ in item.inputs]) for item in items]
 
 
+# A text to tokenise, ids without special tokens to cut, or a row that is made.
+_Content = str | Ids | Row
+
+
+def _contents(tokenizer: ModelTokenizer, item: Work, pairs: Iterator[Row]) -> list[_Content]:
+    """What each input is made from, its prompt around it."""
+    found: list[_Content] = []
+    prompt: tuple[Ids, Ids] | None = None
+    for given in item.inputs:
+        if given.vectors is not None:
+            found.append(_given(given.vectors))
+        elif given.tokens is not None:
+            prompt = prompt or tokenizer.around(item.options.prefix, item.options.suffix)
+            found.append(np.concatenate((prompt[0], tokenizer.content(given.tokens), prompt[1])))
+        elif given.pair is not None:
+            found.append(next(pairs))
+        else:
+            found.append(_prompted(given, item.options))
+    return found
+
+
+def _given(vectors: Vectors) -> Row:
+    return Row(_NONE, 0, expanded=cost.vectors(len(vectors.data)), vectors=vectors)
+
+
+def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[Row]:
+    """The row of each pair; its second text is cut."""
+    if not inputs:
+        return iter(())
+    template = tokenizer.pair
+    room = max(0, limit - template.special)
+    lefts = tokenizer.contents([given.text or "" for given in inputs], room, truncate)
+    rights = tokenizer.contents([given.pair or "" for given in inputs], room, truncate)
+    return (_joined(template, left, right, room, truncate, cut_first=False) for left, right in zip(lefts, rights, strict=True))
+
+
 def _sides(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
-    texts: list[str] = []
+    contents: list[_Content] = []
     sides: list[Side] = []
     for item in items:
-        options, query = item.options, item.query.text if item.query else None
-        texts += [options.query_prefix + (query or "") + options.query_suffix, *(_prompted(given, options) for given in item.inputs)]
-        sides += [layout.query, *(layout.document for _ in item.inputs)]
-    rows = iter(_sided(tokenizer, texts, sides, truncate, limit))
+        options, query = item.options, item.query.vectors if item.query else None
+        contents.append(options.query_prefix + _query(item) + options.query_suffix if query is None else _given(query))
+        contents += _contents(tokenizer, item, iter(()))
+        sides += [layout.query, *(_document_side(tokenizer, layout.document, options) for _ in item.inputs)]
+    rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [Made([next(rows) for _ in range(1 + len(item.inputs))], shared=1) for item in items]
 
 
-def _sided(tokenizer: ModelTokenizer, texts: list[str], sides: list[Side], truncate: Truncate, limit: int) -> list[Row]:
-    """One row per text, with what its side adds; texts of one side are tokenised together."""
+def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
+    """The side of documents of which no more than `document_tokens` are read."""
+    if not options.document_tokens:
+        return side
+    most = options.document_tokens + (len(tokenizer.first) + len(tokenizer.last) if side.special else 0) + (side.marker >= 0)
+    return msgspec.structs.replace(side, limit=min(most, side.limit or most))
+
+
+def _sided(tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int) -> list[Row]:
+    """One row per content, with what its side adds; texts of one side are tokenised together."""
     rows: dict[int, Row] = {}
     for side in dict.fromkeys(sides):
         chosen = [index for index, other in enumerate(sides) if other == side]
@@ -219,18 +357,29 @@ def _sided(tokenizer: ModelTokenizer, texts: list[str], sides: list[Side], trunc
             first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
         most = min(limit, side.limit) if side.limit else limit
         special = len(first) + len(last)
-        contents = tokenizer.contents([texts[index] for index in chosen], max(0, most - special), truncate)
-        for index, content in zip(chosen, contents, strict=True):
-            ids = np.concatenate((first, content.ids, last))
-            rows[index] = Row(ids, content.full + special, expanded=side.expanded)
-    return [rows[index] for index in range(len(texts))]
+        room = max(0, most - special)
+        texts = [content for index in chosen if isinstance(content := contents[index], str)]
+        tokenised = iter(tokenizer.contents(texts, room, truncate))
+        for index in chosen:
+            content = contents[index]
+            if isinstance(content, Row):
+                rows[index] = content
+                continue
+            if isinstance(content, str):
+                tokens = next(tokenised)
+            else:
+                own = content[1:] if len(content) and content[0] == side.marker else content
+                tokens = Tokens(cut(own, room, truncate), len(own))
+            rows[index] = Row(np.concatenate((first, tokens.ids, last)), tokens.full + special, expanded=side.expanded)
+    return [rows[index] for index in range(len(contents))]
 
 
 def _pair(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
     queries = tokenizer.contents([_query(item) for item in items], room, truncate)
-    documents = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], room, truncate))
+    most = min(room, items[0].options.document_tokens or room) if items else room
+    documents = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], most, truncate))
     made = []
     for item, query in zip(items, queries, strict=True):
         made.append(Made([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs]))
@@ -288,14 +437,18 @@ def _pieces(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trun
     contents = dict(zip(others, tokenizer.contents(list(others), tokenizer.max_tokens + 1, "END"), strict=True))
     filled: list[str] = []
     shortened: list[bool] = []
+    beyond: list[bool] = []
     for item in items:
         place, query = _place(item.options), _query(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
         # a character has at most four bytes, and a token at least one
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
-        filled += [_filled(item.options.pieces[place], shown, given.text or "") for given in item.inputs]
+        read = [_document(tokenizer, given.text or "", item.options.document_tokens) for given in item.inputs]
+        beyond += [text != given.text for text, given in zip(read, item.inputs, strict=True)]
+        filled += [_filled(item.options.pieces[place], shown, text) for text in read]
     documents = iter(tokenizer.contents(filled, limit, "NONE" if truncate == "NONE" else "END"))
+    ended = iter(beyond)
     made = []
     for item, was_cut in zip(items, shortened, strict=True):
         place, pieces = _place(item.options), item.options.pieces
@@ -310,9 +463,18 @@ def _pieces(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], trun
         for _ in item.inputs:
             document = next(documents)
             kept = cut(document.ids, limit - len(before) - len(after), "END")
-            rows.append(Row(np.concatenate((before, kept, after)), full + document.full))
+            rows.append(Row(np.concatenate((before, kept, after)), full + document.full + next(ended)))
         made.append(Made(rows))
     return made
+
+
+def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
+    """The text, as far as its first `most` tokens reach, 0: all of it."""
+    most_bytes = len(text) if text.isascii() else 4 * len(text)  # and a token has at least one
+    if not 0 < most < most_bytes:
+        return text
+    read = tokenizer.prefix_of(text, most)
+    return text if read == text else read.rstrip()  # a space before the next token may be a part of that one
 
 
 def _query(item: Work) -> str:

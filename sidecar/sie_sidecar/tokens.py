@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.messages import Truncate
 from sie_sidecar.longtext import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
@@ -97,6 +97,48 @@ class ModelTokenizer:
                 ids = np.array(next(whole).ids, np.int32)
                 found.append(Tokens(cut(ids, room, truncate), len(ids)))
         return found
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are; nearly always one more than the largest id."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def first_unknown(self, ids: Sequence[int]) -> int | None:
+        """The position of the first number that is the id of no token."""
+        known = self.vocabulary
+        if not ids or (min(ids) >= 0 and max(ids) < known):
+            return None
+        return next((place for place, each in enumerate(ids) if not 0 <= each < known and not self._is_token(each)), None)
+
+    def _is_token(self, number: int) -> bool:
+        return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
+
+    def content(self, ids: Sequence[int]) -> Ids:
+        """Ids that a client made of a text, known ones all, without the special tokens around them."""
+        found = np.array(ids, np.int32)
+        if len(self.first) and np.array_equal(found[: len(self.first)], self.first):
+            found = found[len(self.first) :]
+        if len(self.last) and np.array_equal(found[len(found) - len(self.last) :], self.last):
+            found = found[: len(found) - len(self.last)]
+        return found
+
+    def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
+        """Ids of a prompt around a text of which only the ids are known: as beside a word, where the word's own ids stay as they are."""
+        word, led, followed = (each.ids for each in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix]))
+        before = led[: len(led) - len(word)] if led[len(led) - len(word) :] == word else self._plain([prefix])[0].ids
+        after = followed[len(word) :] if followed[: len(word)] == word else self._plain([suffix])[0].ids
+        return np.array(before, np.int32), np.array(after, np.int32)
+
+    def _plain(self, texts: list[str]) -> list[Encoding]:
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+    def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
+        """All tokens of each text, with their places in code points; with those that stand around every text if `special`."""
+        return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The text of these ids, known ones all."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
         """As `contents`, special tokens included, at most `limit` (0: the model's own) but all special tokens."""

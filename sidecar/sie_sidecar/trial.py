@@ -3,7 +3,6 @@
     work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
                                                      └──► the adapter dies: one death more, poison at the second, refused without a run
 
-The first one waits for the warm spare that took over to have a spare itself, so that also the second death costs a restart that is warm.
 All other work waits while an input runs alone, for TRIAL_SLICE_S at a time: then a batch goes first, if one waits.
 """
 
@@ -26,8 +25,6 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.poison import Marks, content_keys, refusal
 
 TRIAL_SLICE_S = 0.05
-SPARE_S = 5.0  # about what its imports take; the suspects, nearly all innocent, wait no longer for it
-SPARE_POLL_S = 0.05
 BATCH_BETWEEN_S = 1.0  # at most, for the batch that goes first
 _logger = logging.getLogger("sie.sidecar.trial")
 
@@ -52,7 +49,7 @@ class Bench(Protocol):
     def wake(self) -> None:
         """Look again at what may be sent."""
 
-    async def ensure_ready(self, hosted: Hosted, lora: str, until_s: float) -> None:
+    async def ensure_ready(self, held: Held) -> None:
         """Have the model loaded. Raises SIEError."""
 
     def frame_of(self, held: Held) -> tuple[ipc.RunBatch, BatchNote]:
@@ -77,14 +74,11 @@ class Trials:
         self._news = asyncio.Event()
         self._ended = asyncio.Event()
         self._slice_s = 0.0
-        self._spare_s = 0.0  # until when a spare is waited for
         self.holds_device = False
 
     def add(self, held: Held) -> None:
         if held.settled:
             return
-        if not self._suspects:
-            self._spare_s = self._clock() + SPARE_S
         self._suspects.append((held, self._bench.park(held)))
         self._news.set()
 
@@ -106,7 +100,6 @@ class Trials:
     async def _try(self, held: Held) -> None:
         outcomes: tuple[Outcome, ...]
         try:
-            await self._wait_for_spare(held)
             _, chosen = runnable(held)
             keys = content_keys(held.item)
             parts = []
@@ -126,15 +119,6 @@ class Trials:
             info = InternalFailure("the worker failed while running the input alone").info()
             self._bench.settle(held, tuple(Failed(info) for _ in held.item.inputs), b"", None, None)
 
-    async def _wait_for_spare(self, held: Held) -> None:
-        """At most half of what is left of the work's budget, and SPARE_S since the first suspect came."""
-        end_s = min(self._spare_s, self._clock() + (held.deadline_s - self._clock()) / 2)
-        while True:
-            if self._link.has_spare() or self._clock() >= end_s or held.settled:
-                return
-            self._give_device_back()
-            await asyncio.sleep(SPARE_POLL_S)  # a look at a file lock, of which nothing else tells
-
     async def _outcome(self, held: Held, index: int, key: str) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
         """What became of one input: run until it is answered, judged, or late."""
         hosted, lora = held.hosted, held.item.options.lora
@@ -151,7 +135,9 @@ class Trials:
                     raise GatewayTimeout("the budget of the request was over before it could run")
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._give_device_back()
-                await self._bench.ensure_ready(hosted, lora, held.deadline_s)
+                await self._bench.ensure_ready(held)
+                if held.settled:  # withdrawn meanwhile: nobody reads what became of it
+                    raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
                 done, note = await self._run_alone(held, single, key, hosted)
             except AdapterGone:
@@ -176,6 +162,7 @@ class Trials:
             single.started_s = held.started_s = held.started_s or self._clock()
 
         held.sealed_s = held.sealed_s or self._clock()
+        held.fingerprint = hosted.fingerprint(held.item.profile, held.item.options.lora)
         frame, note = self._bench.frame_of(single)
         sent = self._bench.batches_sent()
         failpoint("trial.before_run")

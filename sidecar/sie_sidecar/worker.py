@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import msgspec
 
 from sie_contracts import ipc, messages, topology
 from sie_contracts.broker import Broker, BrokerError, CoreMessage, Delivery, Subscription
-from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, ModelLoading, NotReady, SIEError
+from sie_contracts.errors import BundleConflict, GatewayTimeout, InternalFailure, ModelNotFound, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, WorkItem, WorkResult
 from sie_contracts.payloads import PayloadStore
 from sie_contracts.runtime.clock import BrokerClock
@@ -37,11 +38,10 @@ from sie_contracts.topology import Lane
 from sie_sidecar import batch as batches
 from sie_sidecar import recording
 from sie_sidecar import rows as rowing
-from sie_sidecar.assignment import Assignment
+from sie_sidecar.assignment import Assignment, Role
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting
 from sie_sidecar.deadletter import DeadLetters
-from sie_sidecar.fetching import Fetching
-from sie_sidecar.held import Held, cut, merge, runnable, stages_of
+from sie_sidecar.held import Held, changed, cut, merge, runnable, stages_of
 from sie_sidecar.hosting import Hosted, Hosting
 from sie_sidecar.lease import Lease, Leases
 from sie_sidecar.ledger import open_ledger
@@ -49,16 +49,14 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
 from sie_sidecar.poison import Marks, content_keys, refusal
+from sie_sidecar.preparing import Preparing, wanted
 from sie_sidecar.pulling import Pulling
-from sie_sidecar.quantum import quantum_of
 from sie_sidecar.rate import Rate
-from sie_sidecar.rows import Part, Work, effort_of
+from sie_sidecar.rows import Part, Work
 from sie_sidecar.settlement import Settlement
-from sie_sidecar.tokens import TokenizerPool
 from sie_sidecar.trial import Trials
 
 HAND_BACK_DELAY_S = 0.5
-MOST_HAND_BACKS = 5  # deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
 LATE_S = 0.25  # beyond what is known of the broker's clock
 _logger = logging.getLogger("sie.sidecar.worker")
 
@@ -76,7 +74,8 @@ class Worker:
         self._broker = broker
         self._feed = feed
         self._link = link
-        self._lane = lane
+        self.lane = lane  # whose placement table and stream it goes by
+        self.pool: str | None = None  # that it pulls from, None while from none
         self._id = worker_id
         self._limits = limits
         self._metrics = metrics
@@ -93,17 +92,11 @@ class Worker:
         self._marks = Marks(broker, worker_id, broker_s)
         self._trials = Trials(self, link, self._marks, clock, metrics.poisoned.inc)
         self._dead_letters = DeadLetters(broker, lane.pool, worker_id, metrics, broker_s)
-        self._fetching = Fetching(store, clock) if store is not None else None
-        self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._waiting: Waiting[Held] = Waiting()
-        self._arrived: list[Held] = []
-        self._in_hand: dict[Lease, Held] = {}  # what was taken out of _arrived and is not settled
+        self._in_hand: dict[Lease, Held] = {}  # what was taken out of what has arrived and is not settled
         self._cancels: list[Subscription] = []  # one, once it began
-        self._arrival = asyncio.Event()
         self._wake = asyncio.Event()
-        self._quantum = quantum_of(settings)
         self.rate = Rate()
-        self._tokenising = 0
         self._held = ([0, 0], [0, 0])  # cost and work items, interactive and bulk, of what is not at the device yet
         self._coming: Counter[str] = Counter()  # deliveries of each model of which hosting does not know yet
         self._refilling = False
@@ -111,11 +104,25 @@ class Worker:
         self._batch_number = 0
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
-        self.admits: Callable[[], bool] = lambda: True  # whether this worker's pool may be pulled from
-        self.assignment = Assignment(broker, lane, worker_id, broker_s, self.hosting.takes, self._holds, self._on_assignment)
-        self.hosting.assigned = self.assignment.models
-        self.pulling = Pulling(broker, lane, limits, self._on_delivery, self._room, clock, self.assignment.role)
+        self.preparing = Preparing(settings, self, feed, link, self.hosting, self._loras, limits, metrics, self._work, clock, store)
+        self._open(lane)
+        broker.on_reconnect(lambda: self.pulling.look())
         link.listeners.append(self._on_link)
+
+    def _open(self, lane: Lane) -> None:
+        """Go by the table and the stream of a lane from now on."""
+        self.lane = lane
+        now_s = self.broker_clock.now_s
+        self.assignment = Assignment(self._broker, lane, self._id, now_s, self.hosting.takes, self._holds, self._on_assignment)
+        self.hosting.assigned = self.assignment.models
+        pulling = Pulling(
+            self._broker, lane, self._limits, lambda delivery: self._on_delivery(delivery, pulling), self._room, self._clock,
+            self._role,
+        )  # fmt: skip
+        self.pulling = pulling
+
+    def _role(self, consumer: str) -> Role:
+        return "none" if consumer in self.preparing.behind else self.assignment.role(consumer)
 
     # taking in
 
@@ -130,8 +137,8 @@ class Worker:
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
         self._loops.start(self._trials.run(), "trials")
-        self._cancels.append(await self._broker.subscribe(topology.cancel_subject(self._lane.pool), self._on_cancel))
-        self._loops.start(self._prepare_arrivals(), "intake")
+        self._cancels.append(await self._broker.subscribe(topology.cancel_subject("*"), self._on_cancel))
+        self._loops.start(self.preparing.run(), "intake")
         self._loops.start(self._dispatch(), "dispatch")
         self._loops.start(self.leases.run(), "leases")
 
@@ -139,7 +146,23 @@ class Worker:
         """Follow the placement table and begin to pull; may be tried again. The lane's stream must exist. Raises BrokerError."""
         await self.assignment.start()
         await self.pulling.start()
+        self.pool = self.lane.pool
         return True
+
+    async def serve(self, pool: str | None) -> bool:
+        """Pull from this pool alone, or from none. What was pulled before is finished here. May be tried again.
+
+        Raises BrokerError, also where the pool has no stream yet: then nothing is pulled.
+        """
+        if pool == self.pool:
+            return True
+        self.pool = None
+        await asyncio.gather(self.assignment.stop(), self.pulling.stop())
+        if pool is None:
+            return True
+        await self._broker.stream_state(topology.stream_name(pool))
+        self._open(dataclasses.replace(self.lane, pool=pool))
+        return await self.pull()
 
     def _on_assignment(self) -> None:
         self.pulling.refill_all()
@@ -147,15 +170,19 @@ class Worker:
 
     def _load_ahead(self) -> None:
         """Load what this worker hosts beside others, so that it pulls only what it can run."""
-        entries = self._feed.catalogue.entries
-        for model in self.assignment.ahead() if self._link.connected else ():
-            if model in entries:
-                hosted = self.hosting.of(self._feed.catalogue.resolve_profile(entries[model], "default", model))
+        if self._link.connected and self.pool is not None:
+            self.load(self.assignment.ahead())
+
+    def load(self, models: Iterable[str]) -> None:
+        """Load these without any work, beside everything else; what cannot be loaded is told in the log."""
+        for model in models:
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # this worker's catalogue lags, or another one's did
+                hosted = self.hosting.of(self._feed.catalogue.resolve(model))
                 self._work.start(self._load(hosted), "load ahead")
 
     async def _load(self, hosted: Hosted) -> None:
         try:
-            await self.hosting.ensure(hosted, lambda: 0)
+            await self.hosting.ensure(hosted)
         except (SIEError, AdapterGone) as error:  # nobody waits for it; work that comes is answered with the reason
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
@@ -166,16 +193,17 @@ class Worker:
         if look:
             self.pulling.refill_all()
             await self.pulling.find_consumers()
-            await self.assignment.look(self.hosting.loaded_models())
+            if self.pool is not None:
+                await self.assignment.look(self.hosting.loaded_models())
 
     def _room(self, bulk: bool) -> batches.Load | None:
         """Interactive work does not wait at the broker for bulk work that is here."""
-        if not self._link.connected or not self.admits():
+        if not self._link.connected:
             return None
         (cost, items), (bulk_cost, bulk_items) = self._held
         return batches.Load(cost + bulk * bulk_cost, items + bulk * bulk_items, self._lanes)
 
-    def _refill_soon(self) -> None:
+    def refill_soon(self) -> None:
         """Once in this turn of the loop, however many call."""
         if not self._refilling:
             self._refilling = True
@@ -186,9 +214,10 @@ class Worker:
         self.pulling.refill()
 
     def _holds(self, model: str) -> bool:
-        return model in self._coming or self.hosting.holds(model)
+        """Whether no more work of it is to wait here: some does, or it could not even be loaded for now."""
+        return model in self._coming or self.hosting.holds(model) or self.hosting.makes_room(model)
 
-    def _known(self, held: Held) -> None:
+    def known(self, held: Held) -> None:
         """Hosting counts it from now on, or it is gone."""
         if held.coming:
             held.coming = False
@@ -204,28 +233,27 @@ class Worker:
     def _lanes(self) -> int:
         return self._link.description.lanes if self._link.description else 1
 
-    def _on_delivery(self, delivery: Delivery) -> None:
+    def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
-        self.pulling.note(delivery)
+        pulling.note(delivery)
         if (known := self.leases.adopt(delivery)) is not None:
             _logger.info("delivery %d of work that is already in hand: its lease had lapsed", known.delivery.delivered)
-            self._refill_soon()
+            self.refill_soon()
             return
         lease = self.leases.hold(delivery)
         try:
             item = messages.decode_work(delivery.data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             _logger.error("a work item could not be read and is removed: %s", error)
-            self._refill_soon()
+            self.refill_soon()
             self._work.start(self._bury(lease, InternalFailure("not a work item", reason="undecodable")), "bury")
             return
-        self.pulling.estimate(delivery.consumer, item.cost)
+        pulling.estimate(delivery.consumer, item.cost)
         held = Held(lease, item, now_s, now_s + self._left_s(delivery, item), coming=True)
         self._coming[item.model] += 1
         self._count(held, max(1, item.cost))
-        self._arrived.append(held)
-        self._arrival.set()
+        self.preparing.add(held)
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> float:
         """Seconds after which a delivery is late for certain: a redelivery keeps its age, and no doubt about the time counts against it."""
@@ -250,7 +278,7 @@ class Worker:
         """Drop what is held for these requests and is not at the device yet: nobody waits for it. Returns how many work items that were."""
         dropped = [
             held
-            for held in (*self._arrived, *self._in_hand.values())
+            for held in (*self.preparing.arrived, *self._in_hand.values())
             if held.item.request in requests and not held.sealed_s and not held.settled
         ]
         for held in dropped:
@@ -270,192 +298,45 @@ class Worker:
         await self.leases.finish(held.lease)
         self._let_go(held)
 
-    def _still_wanted(self, group: list[Held]) -> list[Held]:
-        """Without what was cancelled and what is too late; the latter is answered."""
+    def still_wanted(self, group: list[Held]) -> list[Held]:
+        """Without what was cancelled, what is too late, and what was made for an entry that has changed; both of these are answered."""
         now_s = self._clock()
+        self.answer_changed([held for held in group if not held.settled and held.is_outdated])
         late = [held for held in group if not held.settled and now_s >= held.deadline_s]
         if late:
             self._metrics.settlements.labels("late").inc(len(late))
-            self._answer_all(late, GatewayTimeout("the budget of the request was over before it could run"))
+            self.answer_all(late, GatewayTimeout("the budget of the request was over before it could run"))
         return [held for held in group if not held.settled and now_s < held.deadline_s]
 
+    def answer_changed(self, group: list[Held]) -> None:
+        """Their gateway understands them anew, by the entry as it is now."""
+        if group:
+            self._metrics.settlements.labels("changed").inc(len(group))
+            self.answer_all(group, changed())
+
     def _on_loaded(self, hosted: Hosted) -> None:
-        self._metrics.loads.labels(hosted.name).inc()
+        self._metrics.loaded(hosted.name)
         self.pulling.refill_all()
         self._work.start(self._loras.preload(hosted), "loras")
 
     def _count(self, held: Held, cost: int) -> None:
         if cost < held.counted:
-            self._refill_soon()
+            self.refill_soon()
         load = self._held[held.item.priority == "bulk"]
         load[0] += cost - held.counted
         load[1] += (cost > 0) - (held.counted > 0)
         held.counted = cost
 
-    # preparing
+    # what preparing uses
 
-    async def _prepare_arrivals(self) -> None:
-        while True:
-            await self._gather()
-            arrived, self._arrived = [held for held in self._arrived if not held.settled], []
-            self._in_hand.update((held.lease, held) for held in arrived)
-            self._metrics.gathered.observe(len(arrived))
-            groups: dict[tuple[str | int, ...], list[Held]] = defaultdict(list)
-            for held in arrived:
-                if held.item.payload:
-                    self._work.start(self._fetch(held), "fetch")
-                    continue
-                item, options = held.item, held.item.options
-                key = (item.model, item.profile, item.config_revision, item.operation, options.lora, options.truncate, options.max_tokens)
-                groups[key].append(held)
-            for group in groups.values():
-                self._work.start(self._prepare(group), "prepare")
-            self._refill_soon()
+    def take_in_hand(self, arrived: list[Held]) -> None:
+        self._in_hand.update((held.lease, held) for held in arrived)
 
-    async def _gather(self) -> None:
-        """Wait for a delivery, then for those that are on their way, so that they are tokenised in one call."""
-        await self._arrival.wait()
-        began_s = last_s = self._clock()
-        while (left_s := self._quantum.until_s(began_s, last_s) - self._clock()) > 0 and self._is_more_coming():
-            self._arrival.clear()
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._arrival.wait()
-            except TimeoutError:
-                break
-            last_s = self._clock()
-        self._arrival.clear()
-
-    def _is_more_coming(self) -> bool:
-        """Whether what has arrived may get company: not if it fills a batch, nor if the broker told with it that this was all."""
-        if len(self._arrived) >= self._limits.requests or sum(held.item.cost for held in self._arrived) >= self._limits.cost:
-            return False
-        told = {held.lease.delivery.consumer: held.lease.delivery.pending for held in self._arrived}
-        return self._tokenising > 0 or (any(told.values()) and self.pulling.more_expected())
-
-    async def _fetch(self, held: Held) -> None:
-        """Get the inputs that its message could not hold, beside all other work, then prepare it by itself."""
-        if self._fetching is None:
-            if held.lease.delivery.delivered < MOST_HAND_BACKS:
-                await self._hand_back(held)
-            else:
-                self._answer_all([held], NotReady("this worker has no SIE_PAYLOAD_STORE_URL to read the inputs of this request from"))
-            return
-        try:
-            await self._fetching.fetch(held)
-        except SIEError as error:
-            self._answer_all([held], error)
-            return
-        except Exception:  # the root of a task: what it held must be answered
-            _logger.exception("fetching failed")
-            self._answer_all([held], InternalFailure("the worker failed while fetching the input"))
-            return
-        if held.settled:  # meanwhile, and let go before there was anything to give back
-            self._fetching.let_go(held)
-            return
-        held.fetched_s = self._clock()
-        await self._prepare([held])
-
-    async def _prepare(self, group: list[Held]) -> None:
-        """Bring work items of one model and one truncation to the waiting queue, or answer them with why not."""
-        try:
-            group = self._still_wanted(group)
-            if not group:
-                return
-            hosted = self._host(group)
-            if hosted is None:
-                await self._not_ours(group)
-                return
-            count = functools.partial(_wanted, group)
-            await self._ensure_ready(hosted, group[0].item.options.lora, count, until_s=max(held.deadline_s for held in group))
-            group = self._still_wanted(group)
-            if not group:
-                return
-            loaded_s = self._clock()
-            self._tokenising += 1
-            try:
-                await self._tokenise(group, hosted)
-            finally:
-                self._tokenising -= 1
-            for held in group:
-                held.loaded_s = loaded_s
-                held.tokenised_s = self._clock()
-                self._enqueue(held)
-        except SIEError as error:
-            self._answer_all(group, error)
-        except Exception:  # the root of a task: what it held must be answered
-            _logger.exception("preparing failed")
-            self._answer_all(group, InternalFailure("the worker failed while preparing the input"))
-        self._wake.set()
-
-    async def _not_ours(self, group: list[Held]) -> None:
-        """This worker's catalogue does not know the model, or not its revision. Another one's may."""
-        for held in group:
-            if held.lease.delivery.delivered < MOST_HAND_BACKS:
-                await self._hand_back(held)
-                continue
-            held.given_up = NotReady("the model was changed or removed while this request was on its way")
-            self._answer_all([held], held.given_up)
-
-    def _host(self, group: list[Held]) -> Hosted | None:
-        """The residency for this work, or None if this worker's catalogue does not know that revision of the model."""
-        item = group[0].item
-        entry = self._feed.catalogue.entries.get(item.model)
-        if entry is None or entry.revision != item.revision:
-            return None
-        hosted = self.hosting.of(self._feed.catalogue.resolve_profile(entry, item.profile, item.model))
-        for held in group:
-            held.hosted = hosted
-            self.hosting.take(hosted)
-            self._known(held)
-            hosted.came_in(held.item.cost, held.received_s)
-        return hosted
-
-    async def ensure_ready(self, hosted: Hosted, lora: str, until_s: float) -> None:
-        await self._ensure_ready(hosted, lora, until_s=until_s)
-
-    async def _ensure_ready(
-        self, hosted: Hosted, lora: str, items: Callable[[], int] | None = None, *, in_turn: bool = False, until_s: float
-    ) -> None:
-        """As Hosting.ensure, over any number of adapters, until `until_s`: what ends every adapter must not run for ever, nor keep its
-        place while a load does not end. Without `items` it does not wait before the gate. Raises SIEError."""
-        while (left_s := until_s - self._clock()) > 0:
-            try:
-                async with asyncio.timeout(left_s):
-                    await self.hosting.ensure(hosted, items or int, past_gate=items is None)
-                if lora:
-                    await self._loras.ensure(hosted, lora, in_turn=in_turn)
-            except TimeoutError:
-                break
-            except AdapterGone:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(until_s - self._clock()):
-                        await self._link.wait_connected()
-            except ModelLoading:  # evicted before its LoRA came
-                hosted.unload()
-            else:
-                if hosted.state == "loaded":  # else it went while its LoRA came
-                    return
-        raise GatewayTimeout("the budget of the request was over before its model was loaded")
-
-    async def _tokenise(self, group: list[Held], hosted: Hosted) -> None:
-        assert hosted.tokenizer is not None
-        assert hosted.ready is not None
-        operation = group[0].item.operation
-        layout = hosted.ready.rows.get(operation)
-        if layout is None:
-            raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
-        work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
-        effort = sum(effort_of(layout, each) for each in work)
-        made = await self._tokenizers.run(effort, functools.partial(rowing.make, hosted.tokenizer, layout, work))
-        for held, each in zip(group, made, strict=True):
-            held.layout, held.rows, held.shared, held.refused = layout.layout, each.rows, each.shared, each.error
-
-    def _enqueue(self, held: Held) -> None:
+    def enqueue(self, held: Held) -> None:
         if held.settled:
             return
         if held.refused is not None:
-            self._answer_all([held], held.refused)
+            self.answer_all([held], held.refused)
             return
         if not runnable(held)[0]:
             self._settle(held, merge(held, ()), b"")
@@ -491,7 +372,7 @@ class Worker:
 
     def _device(self) -> Device:
         depth = self._depth
-        more_expected = bool(self._arrived or self._tokenising) or self.pulling.more_expected()
+        more_expected = self.preparing.is_under_way or self.pulling.more_expected()
         is_ours = self._link.connected and not self._trials.holds_device
         return Device(self._sent, min(self._lanes, depth), depth if is_ours else 0, more_expected)
 
@@ -523,6 +404,7 @@ class Worker:
             held.sealed_s = sealed_s
             if held.hosted is not None:
                 held.hosted.used_s = sealed_s
+                held.fingerprint = held.hosted.fingerprint(held.item.profile, held.item.options.lora)
         self._metrics.batches.set(self._sent)
         self.rate.sent(sealed_s)
         started, ran = False, 0
@@ -543,7 +425,7 @@ class Worker:
             self._answer_batch(jobs, done, note)
             answered_s = self._clock()
             for held in jobs:
-                self._quantum.answered(answered_s - held.received_s, answered_s)
+                self.preparing.quantum.answered(answered_s - held.received_s, answered_s)
         except AdapterGone as gone:
             self._on_gone(jobs, suspects=started and gone.died)
         except SIEError as error:
@@ -554,10 +436,10 @@ class Worker:
                     return False
                 self._work.start(self._run_in_turn(batch), "lora")
             else:
-                self._answer_all(jobs, error)
+                self.answer_all(jobs, error)
         except Exception:  # the root of a task: what it held must be answered
             _logger.exception("a batch failed")
-            self._answer_all(jobs, InternalFailure("the worker failed while running the batch"))
+            self.answer_all(jobs, InternalFailure("the worker failed while running the batch"))
         finally:
             self.rate.ended(ran, self._clock())
             self._left_device()
@@ -565,7 +447,7 @@ class Worker:
 
     def _fit(self, batch: Batch[Held]) -> Batch[Held]:
         """Without what must not run: late or cancelled since it was prepared, or suspect by what was learnt since."""
-        wanted = self._still_wanted([job.work for job in batch.jobs])
+        wanted = self.still_wanted([job.work for job in batch.jobs])
         suspects = [held for held in wanted if self._is_suspect(held)]
         for held in suspects:
             self._trials.add(held)
@@ -596,14 +478,21 @@ class Worker:
 
     def park(self, held: Held) -> Callable[[], None]:
         assert held.hosted is not None
-        count = functools.partial(_wanted, [held])
+        count = functools.partial(wanted, [held])
         self.hosting.park(held.hosted, count)
         return functools.partial(self.hosting.unpark, held.hosted, count)
 
     def wake(self) -> None:
         self._wake.set()
 
+    async def ensure_ready(self, held: Held) -> None:
+        assert held.hosted is not None
+        count = functools.partial(wanted, [held])
+        await self.preparing.ensure_ready(held.hosted, held.item.options.lora, count, past_gate=True, until_s=held.deadline_s)
+
     def frame_of(self, held: Held) -> tuple[ipc.RunBatch, BatchNote]:
+        if held.is_outdated:
+            raise changed()
         job = self._job(held, held.received_s)
         self._count(held, 0)  # it does not wait for the device
         self._batch_number += 1
@@ -619,14 +508,17 @@ class Worker:
                 done = False
                 while not done:
                     hosted.loras.discard(lora)
-                    await self._ensure_ready(hosted, lora, in_turn=True, until_s=max(held.deadline_s for held in jobs))
+                    until_s, count = max(held.deadline_s for held in jobs), functools.partial(wanted, jobs)
+                    await self.preparing.ensure_ready(hosted, lora, count, past_gate=True, in_turn=True, until_s=until_s)
+                    if not count():
+                        break
                     self._sent += 1
                     done = await self._run(batch, in_turn=True)
         except SIEError as error:
-            self._answer_all(jobs, error)
+            self.answer_all(jobs, error)
         except Exception:  # the root of a task: what it held must be answered
             _logger.exception("loading a LoRA again failed")
-            self._answer_all(jobs, InternalFailure("the worker failed while loading the LoRA"))
+            self.answer_all(jobs, InternalFailure("the worker failed while loading the LoRA"))
         self._wake.set()
 
     @staticmethod
@@ -638,9 +530,10 @@ class Worker:
             run, chosen = runnable(job.work)
             parts.append(Part(run, Work([item.inputs[index] for index in chosen], item.query, item.options)))
         first, key = batch.jobs[0].work, batch.key
+        ready = first.hosted.ready if first.hosted is not None else None
         frame = rowing.to_batch(
             name, key.residency, first.item.operation, first.layout, parts, pooling=key.pooling, lora=key.lora,
-            traceparent=first.item.traceparent,
+            traceparent=first.item.traceparent, fingerprint=ready.loaded.fingerprint if ready is not None else "",
         )  # fmt: skip
         attention = sum(len(row.ids) ** 2 for part in parts for row in part.rows)
         return frame, BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
@@ -668,23 +561,23 @@ class Worker:
             if held.hosted is not None:
                 held.hosted.unload()
             held.sealed_s = 0.0
-        for held in self._still_wanted(jobs):
+        for held in self.still_wanted(jobs):
             self._work.start(self._once_ready(held), "again")
 
     async def _once_ready(self, held: Held) -> None:
         assert held.hosted is not None
         try:
-            count = functools.partial(_wanted, [held])
-            await self._ensure_ready(held.hosted, held.item.options.lora, count, until_s=held.deadline_s)
+            count = functools.partial(wanted, [held])
+            await self.preparing.ensure_ready(held.hosted, held.item.options.lora, count, until_s=held.deadline_s)
             if held.settled:
                 return
             held.job = self._job(held, held.received_s)
             self._waiting.put_back(held.job)
         except SIEError as error:
-            self._answer_all([held], error)
+            self.answer_all([held], error)
         except Exception:  # the root of a task: what it held must be answered
             _logger.exception("running a work item again failed")
-            self._answer_all([held], InternalFailure("the worker failed while preparing the input"))
+            self.answer_all([held], InternalFailure("the worker failed while preparing the input"))
         self._wake.set()
 
     def _on_link(self, connected: bool) -> None:
@@ -704,10 +597,10 @@ class Worker:
             start += count
             self._settle(held, merge(held, outcomes), block, done, note)
         if hosted is not None:
-            self._metrics.batch_size.labels(hosted.name).observe(note.items)
-            self._metrics.tokens.labels(hosted.name).inc(note.tokens)
+            hosted.filled(note.tokens / self._limits.cost)
+            self._metrics.ran(hosted.name, note.items, note.tokens)
 
-    def _answer_all(self, group: list[Held], error: SIEError) -> None:
+    def answer_all(self, group: list[Held], error: SIEError) -> None:
         """The same error for every input."""
         info = error.info()
         for held in group:
@@ -727,8 +620,11 @@ class Worker:
         item, hosted, now_s = held.item, held.hosted, self._clock()
         self._count(held, 0)
         stages = stages_of(held, now_s, done)
-        batch = msgspec.structs.replace(note or BatchNote(), deliveries=held.lease.delivery.delivered)
-        fingerprint = hosted.fingerprint(item.profile, item.options.lora) if hosted else ""
+        batch = msgspec.structs.replace(
+            note or BatchNote(), deliveries=held.lease.delivery.delivered, padding=done.padding if done else 0,
+            swapped=hosted.swapped if hosted else False,
+        )  # fmt: skip
+        fingerprint = held.fingerprint or (hosted.fingerprint(item.profile, item.options.lora) if hosted else "")
         result = WorkResult(
             item.request, item.chunk, self._id, outcomes, block, item.attempt, item.revision, fingerprint, stages, batch
         )
@@ -740,7 +636,7 @@ class Worker:
             await self._settlement.answer(held.lease, held.item, result, held.deadline_s, self._burial(held))
         finally:
             self._let_go(held)
-            self._metrics.answered(name, held.item.operation, result)
+            self._metrics.answered(name, held.item.endpoint or held.item.operation, result)
 
     def _burial(self, held: Held) -> Callable[[], Awaitable[object]] | None:
         """What is to be done once the client has its answer and before the message goes: work that was given up is kept."""
@@ -753,7 +649,7 @@ class Worker:
             return functools.partial(self._dead_letters.write, delivery, refusal().info(), deaths=deaths, workers=workers)
         return None
 
-    async def _hand_back(self, held: Held) -> None:
+    async def hand_back(self, held: Held) -> None:
         if held.settled:
             return
         held.settled = True
@@ -764,9 +660,9 @@ class Worker:
 
     def _let_go(self, held: Held) -> None:
         self._in_hand.pop(held.lease, None)
-        self._known(held)
-        if self._fetching is not None:
-            self._fetching.let_go(held)
+        self.known(held)
+        if self.preparing.fetching is not None:
+            self.preparing.fetching.let_go(held)
         self._let_model_go(held)
 
     def _let_model_go(self, held: Held) -> None:
@@ -787,11 +683,24 @@ class Worker:
         oldest was delivered."""
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()
-        for held in (*self._arrived, *self._in_hand.values()):
+        for held in (*self.preparing.arrived, *self._in_hand.values()):
             cost += sum(row.cost for row in held.rows) or held.item.cost
             if held.hosted is not None:
                 oldest_s[held.hosted.name] = max(oldest_s.get(held.hosted.name, 0.0), now_s - held.received_s)
         return cost, oldest_s
+
+    def pending_inputs(self) -> dict[str, int]:
+        """Inputs that are held and not answered, by model."""
+        counts: Counter[str] = Counter()
+        for held in (*self.preparing.arrived, *self._in_hand.values()):
+            if held.hosted is not None and not held.settled:
+                counts[held.hosted.name] += held.item.count or len(held.item.inputs)
+        return counts
+
+    def gathering(self) -> tuple[float | None, float]:
+        """The median time at this worker lately, None without answers, and how long deliveries are gathered, seconds."""
+        quantum = self.preparing.quantum
+        return quantum.p50_s, quantum.seconds(self._clock())
 
     def most(self) -> tuple[int, int]:
         """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and those that are at
@@ -821,9 +730,4 @@ class Worker:
         await asyncio.gather(self.hosting.stop(), self._loras.stop(), self._marks.close(), *(each.stop() for each in self._cancels))
         if self._ledger:
             self._ledger.close()
-        self._tokenizers.close()
-
-
-def _wanted(group: list[Held]) -> int:
-    """How many of them still need their model."""
-    return sum(not held.settled for held in group)
+        self.preparing.close()

@@ -18,6 +18,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.ipc import Group, LoadedModel, Rows, Side
 from sie_contracts.messages import (
     ArraySlice,
+    Assigned,
     BatchNote,
     Cancel,
     ConfigDelta,
@@ -27,6 +28,7 @@ from sie_contracts.messages import (
     DeadLetter,
     Demand,
     Failed,
+    Fetched,
     Fragment,
     GatewayBeat,
     Heartbeat,
@@ -36,8 +38,12 @@ from sie_contracts.messages import (
     Ok,
     Payload,
     Placement,
+    PoolSpec,
+    Reservation,
+    Reservations,
     RunOptions,
     Stages,
+    Vectors,
     WorkItem,
     WorkResult,
 )
@@ -54,6 +60,7 @@ _OUTCOMES = (
     Failed(_ERROR),
 )
 _BLOCK = bytes(range(14))
+_VECTORS = Vectors(2, 1, b"\x00\x00\x80\x3f\x00\x00\x00\xbf")
 _ASKED = RunOptions(
     ("multivector",), dtype="int8", is_query=True, muvera=Muvera(10, 4, 8, None, 7, True, True),
     pieces=(("<q> ", "query", ""), ("<d> ", "document", " </d>")), query_prefix="query: ", query_suffix=" ?", instruction="find",
@@ -84,6 +91,23 @@ EXAMPLES: dict[str, Any] = {
         request="01a1f797", chunk=0, worker="w1",
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
+    "result-1-swapped": WorkResult(
+        request="01a1f797", chunk=0, worker="w1", outcomes=(Ok({}, 5),), batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True)
+    ),
+    "work-1-kinds": WorkItem(
+        request="01a1f797", chunk=0, model="org/model", revision="abc", operation="tokenize",
+        inputs=(Input(tokens=(101, 70_000, 102)), Input("first", pair="é"), Input(vectors=_VECTORS)), options=RunOptions(),
+        reply="sie.result.1", budget_ms=30_000, query=Input(vectors=_VECTORS),
+    ),
+    "work-1-rerank": WorkItem(
+        request="01a1f797", chunk=0, model="org/model", revision="abc", operation="score", inputs=(Input("é"),),
+        options=RunOptions(document_tokens=64, parameters={"relevance": True}), reply="sie.result.1", budget_ms=30_000,
+        query=Input("first"),
+    ),
+    "work-1-endpoint": WorkItem(
+        request="01a1f797", chunk=0, model="org/model", revision="abc", operation="encode", inputs=(Input("é"),), options=RunOptions(),
+        reply="sie.result.1", budget_ms=30_000, endpoint="embeddings",
+    ),
     "result-1-payload": WorkResult("01a1f797", 0, "w1", (), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
     "work-1-payload": WorkItem(
@@ -97,12 +121,24 @@ EXAMPLES: dict[str, Any] = {
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0", slots=14, rate=45_000.5,
         held_cost=512, credit_cost=32_768, models=(ModelStatus("org/model", "loaded", load_s=4.5, oldest_s=0.25, cost_rate=800.5),),
     ),
+    "heartbeat-1-own-pool": Heartbeat("w4", "team", "l4", "default", True, "0.2.0", own_pool="_default"),
     "heartbeat-1-items": Heartbeat(
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0", credit_items=24,
         batch_cost=16_384, pipeline=2,
     ),
     "gateway-1": GatewayBeat("g1", True, {"_default.l4.default.bulk": LaneTraffic(12.5, 4096.25, 100.5, 8192)}),
+    "gateway-1-qps": GatewayBeat("g1", qps=12.5),
+    "gateway-1-epoch": GatewayBeat("g1", config_epoch="a:7"),
     "demand-1": Demand(1_700_000_000.5),
+    "reservations-1": Reservations(
+        {
+            "team": Reservation(
+                PoolSpec("team", {"l4": 2}, "default", 2, 600, {"l4": 4}, ("org/model",)), 1_700_000_000.5, 1_700_000_060.5
+            )
+        },
+        {"gone": 1_700_000_050.5},
+    ),
+    "assigned-1": Assigned({"w1": "team"}),
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "dead-1": DeadLetter("01a1f797.3.1", "sie.work.p.m.b.bulk.x", b"\x01\x02", _ERROR, ("w1", "w2"), 3, 2, 1_700_000_000.5),
     "heartbeat-1": Heartbeat(
@@ -114,7 +150,12 @@ EXAMPLES: dict[str, Any] = {
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
         models=(ModelStatus("org/model", "loaded", certificate=_CERTIFICATE),),
     ),
+    "heartbeat-1-fetched": Heartbeat(
+        worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
+        models=(ModelStatus("org/model", "loading", fetched=Fetched(1 << 20, 1 << 30, 5e6)),),
+    ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
+    "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),
     "ipc2-Ping": ipc.Ping(("org/model",)),
     "ipc2-Describe": ipc.Describe(),
     "ipc2-EnsureReady": ipc.EnsureReady("org/model:fast", _ENTRY, "fast", ("org/other",)),
@@ -124,21 +165,33 @@ EXAMPLES: dict[str, Any] = {
         "w1-7", "org/model", "extract", b"\x02\x00\x00\x00\x01\x00\x00\x00", b"\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00",
         (Group(0, 1, _ASKED, 3), Group(1, 2)), b"\x00\x01\x00", ("a text", "é"), bytes(range(24)), "cls", "lora", "00-0a-b7-01",
     ),
+    "ipc2-RunBatch-given": ipc.RunBatch(
+        "w1-8", "org/model", "score", bytes(8), b"", (Group(0, 2),), given=b"\x02\x00\x00\x00\x00\x00\x00\x00", vectors=_VECTORS.data
+    ),
+    "ipc2-RunBatch-copy": ipc.RunBatch("w1-9", "org/model", "encode", b"", b"", (), fingerprint="0a1b2c3d4e5f6071"),
     "ipc2-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc2-Drain": ipc.Drain(),
     "ipc2-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
+    "ipc2-Pong-fetching": ipc.Pong(4711, fetching={"org/model": Fetched(1 << 20, 1 << 30, 5e6)}),
     "ipc2-Description": ipc.Description(2, 4711, "cuda:0", "0.1.0", 2, "NVIDIA L4", 5, 10, (_LOADED,)),
+    "ipc2-Description-device": ipc.Description(
+        2, 4711, "cpu", "0.1.0", utilization_percent=37.5, threshold_percent=85.0,
+        shortages=(ipc.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
+    ),
     "ipc2-Ready": ipc.Ready(
         _LOADED, b'{"model": {}}', 512, {"score": Rows("sides", Side(3, 32, 32, False), Side(4, 300))}, 1.25, ("org/other",)
     ),
+    "ipc2-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
     "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
     "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
+    "ipc2-BatchDone-padded": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12),
     "ipc2-Done": ipc.Done(),
     "ipc2-Done-lora": ipc.Done("9f86d081"),
     "ipc2-Refused": ipc.Refused(_ERROR, "w1-7"),
     "export-1": ConfigExport(
         "a:7", (ConfigModel("org/model", _ENTRY, 7, ("default",), "id: org/model\n"),), ({"id": "default"},), 2, "2026-01-01T00:00:00+00:00"
     ),
+    "export-1-written": ConfigExport("a:7", (ConfigModel("org/model", _ENTRY, 7, written=5),)),
 }  # fmt: skip
 
 

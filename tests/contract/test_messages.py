@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from make_fixtures import EXAMPLES, FIXTURES, encoded, path_of
 
 from sie_contracts import ipc, messages
-from sie_contracts.messages import ConfigExport, Ok, RunOptions
+from sie_contracts.messages import ConfigExport, Input, Ok, RunOptions
 
 
 class V1Error(msgspec.Struct):
@@ -344,6 +344,22 @@ class P2Description(msgspec.Struct, tag="Description"):
     models: tuple[P2Loaded, ...] = ()
 
 
+class StatusShortages(msgspec.Struct):
+    model: str
+    recoveries_attempted: int = 0
+    recoveries_succeeded: int = 0
+    terminal_failures: int = 0
+    cache_clears: int = 0
+    evictions_triggered: int = 0
+    batch_splits: int = 0
+
+
+class StatusDescription(P2Description, tag="Description"):
+    utilization_percent: float | None = None
+    threshold_percent: float = 0.0
+    shortages: tuple[StatusShortages, ...] = ()
+
+
 class P2Ready(msgspec.Struct, tag="Ready"):
     loaded: P2Loaded
     tokenizer: bytes
@@ -386,6 +402,74 @@ class QueuePayloadWork(VerbsWork, tag="work/1"):
 class QueuePayload(msgspec.Struct, tag="payload/1"):
     inputs: tuple[V1Input, ...]
     query: V1Input | None = None
+
+
+class RerankOptions(VerbsOptions):
+    document_tokens: int = 0
+
+
+class RerankWork(msgspec.Struct, tag="work/1"):
+    request: str
+    chunk: int
+    model: str
+    revision: str
+    operation: str
+    inputs: tuple[V1Input, ...]
+    options: RerankOptions
+    reply: str
+    budget_ms: int
+    query: V1Input | None = None
+
+
+class StatusWork(V1Work, tag="work/1"):
+    endpoint: str = ""
+
+
+class KindsVectors(msgspec.Struct, array_like=True):
+    rows: int
+    width: int
+    data: bytes
+
+
+class KindsInput(V1Input):
+    tokens: tuple[int, ...] | None = None
+    pair: str | None = None
+    vectors: KindsVectors | None = None
+
+
+class KindsWork(msgspec.Struct, tag="work/1"):
+    request: str
+    chunk: int
+    model: str
+    revision: str
+    operation: str
+    inputs: tuple[KindsInput, ...]
+    options: VerbsOptions
+    reply: str
+    budget_ms: int
+    query: KindsInput | None = None
+
+
+class KindsRows(P2Rows):
+    tokens: bool = False
+    pairs: bool = False
+    vectors: int = 0
+
+
+class KindsReady(msgspec.Struct, tag="Ready"):
+    loaded: P2Loaded
+    tokenizer: bytes
+    max_tokens: int
+    rows: dict[str, KindsRows] = {}
+
+
+class KindsRunBatch(P2RunBatch, tag="RunBatch"):
+    given: bytes = b""
+    vectors: bytes = b""
+
+
+class CopyRunBatch(KindsRunBatch, tag="RunBatch"):
+    fingerprint: str = ""
 
 
 class QueueFragment(msgspec.Struct, tag="fragment/1"):
@@ -441,8 +525,57 @@ class QueueGateway(msgspec.Struct, tag="gateway/1"):
     traffic: dict[str, QueueTraffic] = {}
 
 
+class StatusGateway(QueueGateway, tag="gateway/1"):
+    qps: float = 0.0
+
+
+class EpochGateway(StatusGateway, tag="gateway/1"):
+    config_epoch: str = ""
+
+
+class SinceDelta(V1Delta, tag="delta/1"):
+    since: str = ""
+
+
+class WrittenModel(V1Model):
+    written: int = 0
+
+
+class WrittenExport(V1Export):
+    models: tuple[WrittenModel, ...]
+
+
 class QueueDemand(msgspec.Struct, tag="demand/1"):
     at_s: float
+
+
+class PoolsHeartbeat(ItemsHeartbeat, tag="heartbeat/1"):
+    own_pool: str = ""
+
+
+class PoolsSpec(msgspec.Struct):
+    name: str
+    gpus: dict[str, int]
+    bundle: str = ""
+    minimum_worker_count: int = 0
+    ttl_seconds: int = 1200
+    gpu_caps: dict[str, int] = {}
+    pinned_models: tuple[str, ...] = ()
+
+
+class PoolsReservation(msgspec.Struct):
+    spec: PoolsSpec
+    created_s: float
+    renewed_s: float
+
+
+class PoolsReservations(msgspec.Struct, tag="reservations/1"):
+    pools: dict[str, PoolsReservation] = {}
+    ended: dict[str, float] = {}
+
+
+class PoolsAssigned(msgspec.Struct, tag="assigned/1"):
+    workers: dict[str, str] = {}
 
 
 class QueuePlacement(msgspec.Struct, tag="placement/1"):
@@ -462,22 +595,68 @@ class QueueDeadLetter(msgspec.Struct, tag="dead/1"):
     at_s: float
 
 
+class PaddedNote(V1Note):
+    padding: int = 0
+    swapped: bool = False
+
+
+class PaddedResult(msgspec.Struct, tag="result/1"):
+    request: str
+    chunk: int
+    worker: str
+    outcomes: tuple[VerbsOk | V1Failed, ...]
+    batch: PaddedNote = msgspec.field(default_factory=PaddedNote)
+
+
+class OldFetched(msgspec.Struct):
+    done_bytes: int = 0
+    total_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+
+class FetchedStatus(V1Status):
+    fetched: OldFetched | None = None
+
+
+class FetchedHeartbeat(V1Heartbeat, tag="heartbeat/1"):
+    models: tuple[FetchedStatus, ...] = ()
+
+
+class FetchingPong(P2Pong, tag="Pong"):
+    fetching: dict[str, OldFetched] = {}
+
+
+class PaddedBatchDone(P2BatchDone, tag="BatchDone"):
+    padding: int = 0
+
+
 OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1": V1Work, "result-1": V1Result, "confirm-1": V1Confirmation, "heartbeat-1": V1Heartbeat, "delta-1": V1Delta,
     "export-1": V1Export, "work-1-verbs": VerbsWork, "result-1-verbs": VerbsResult, "heartbeat-1-certificate": CertificateHeartbeat,
     "work-1-payload": QueuePayloadWork, "payload-1": QueuePayload, "result-1-payload": PayloadResult,
     "fragment-1": QueueFragment, "cancel-1": QueueCancel,
+    "work-1-kinds": KindsWork, "work-1-rerank": RerankWork, "ipc2-RunBatch-given": KindsRunBatch, "ipc2-Ready-kinds": KindsReady,
+    "ipc2-RunBatch-copy": CopyRunBatch, "heartbeat-1-fetched": FetchedHeartbeat, "ipc2-Pong-fetching": FetchingPong,
     "heartbeat-1-capacity": QueueHeartbeat, "placement-1": QueuePlacement, "dead-1": QueueDeadLetter,
-    "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "demand-1": QueueDemand,
+    "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "gateway-1-qps": StatusGateway, "work-1-endpoint": StatusWork,
+    "ipc2-Description-device": StatusDescription, "demand-1": QueueDemand,
+    "heartbeat-1-own-pool": PoolsHeartbeat, "reservations-1": PoolsReservations, "assigned-1": PoolsAssigned,
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
+    "result-1-swapped": PaddedResult, "ipc2-BatchDone-padded": PaddedBatchDone,
+    "gateway-1-epoch": EpochGateway, "delta-1-since": SinceDelta, "export-1-written": WrittenExport,
     "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Done-lora": P2LoraDone, "ipc2-Refused": P2Refused,
 }  # fmt: skip
 # what is sent today is also sent to those who know less of it
 OLDER_READERS = {
     "work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat, "heartbeat-1-capacity": V1Heartbeat,
-    "work-1-payload": VerbsWork, "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat,
+    "work-1-payload": VerbsWork, "work-1-kinds": VerbsWork, "work-1-rerank": VerbsWork,
+    "ipc2-RunBatch-copy": P2RunBatch, "heartbeat-1-fetched": V1Heartbeat, "ipc2-Pong-fetching": P2Pong,
+    "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
+    "ipc2-Description-device": P2Description,
+    "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,
+    "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
 }  # fmt: skip
 
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)
@@ -496,8 +675,11 @@ def decode(name: str, data: bytes, kind: Any = None) -> Any:
 
 
 # maps of anything, where another key is another value
-_DATA = {"entry", "parameters", "data", "extras", "model_config", "bundles", "certificate", "hosts", "raised_s"}
-_NAMED = {"outputs", "rows", "traffic"}  # maps from names that are data to structs
+_DATA = {
+    "entry", "parameters", "data", "extras", "model_config", "bundles", "certificate", "hosts", "raised_s", "gpus", "gpu_caps", "ended",
+    "workers",
+}  # fmt: skip
+_NAMED = {"outputs", "rows", "traffic", "pools", "fetching"}  # maps from names that are data to structs
 
 
 def newer(value: Any, key: str = "") -> Any:
@@ -596,6 +778,7 @@ def test_what_the_first_release_sent_asks_for_nothing_that_came_later() -> None:
     assert later
     assert all(getattr(work.options, field.name) == default_of(field) for field in later)
     assert work.query is None
+    assert all(given == Input(given.text) for given in work.inputs)
     outcomes = messages.decode_result(path_of("result-1").read_bytes()).outcomes
     assert all(outcome.score is None and outcome.data is None for outcome in outcomes if isinstance(outcome, Ok))
 

@@ -11,6 +11,7 @@ import torch
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 from parity.engine import ParityEngine, Served
 from parity.reference import Reference
+from parity.score_checkpoints import ScoringEngine, scoring_engine
 from parity.table import ParityTable
 
 from sie_contracts.catalogue import Precision
@@ -58,6 +59,13 @@ def serve(folders: Folders) -> Iterator[Serve]:
     yield served
     engine.stop()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScoringEngine]:
+    """The adapter's engine in this process, for heads that score, classify or extract."""
+    with scoring_engine() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

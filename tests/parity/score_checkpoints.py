@@ -45,9 +45,9 @@ TAU = 0.98
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: `texts` scored against `query`, or extracted from. `parameters` as a client sends them."""
+    """One request: `texts`, or other inputs, scored against `query`, or extracted from. `parameters` as a client sends them."""
 
-    texts: Sequence[str]
+    texts: Sequence[str | Input]
     query: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class Scoring:
         """float64 of each text against `query`, one batch. Fails unless every text has one."""
         return [score_of(outcome) for outcome in self.run([Asked(texts, query, parameters)])[0]]
 
-    def found(self, texts: Sequence[str], **parameters: Any) -> list[dict[str, Any]]:
+    def found(self, texts: Sequence[str | Input], **parameters: Any) -> list[dict[str, Any]]:
         """What was extracted from each text, one batch. Fails unless it was from all."""
         found = []
         for outcome in self.run([Asked(texts, None, parameters)])[0]:
@@ -109,7 +109,8 @@ class Scoring:
     def _work(self, asked: Asked) -> Work:
         resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
         _, options = run_options(resolved, {"params": dict(asked.parameters)}, self.operation, strict=True)
-        return Work([Input(text) for text in asked.texts], None if asked.query is None else Input(asked.query), options.run)
+        inputs = [text if isinstance(text, Input) else Input(text) for text in asked.texts]
+        return Work(inputs, None if asked.query is None else Input(asked.query), options.run)
 
 
 def score_of(outcome: Outcome) -> float:
@@ -133,7 +134,9 @@ class ScoringEngine:
     def load(self, folder: Path, family: str, precision: str = "float32", **entry: Any) -> Scoring:
         """Load a folder. `entry`: further keys of its catalogue entry. Raises ModelLoadFailed."""
         load = {"precision": precision, **entry.pop("load", {})}
-        outputs = {"zero-shot-classifier": {"classifications": 0}, "token-classifier": {"entities": 0}}.get(family, {"score": 0})
+        classes = {"classifications": 0}
+        named = {"zero-shot-classifier": classes, "text-classifier": classes, "token-classifier": {"entities": 0}}
+        outputs = named.get(family, {"score": 0})
         model = f"scoring/{folder.parent.name}-{folder.name}-{precision}-{abs(hash(repr(sorted(entry.items()))))}"
         parsed = parse_entry({
             "id": model, "weights": {"path": str(folder)}, "family": family, "outputs": outputs, "max_tokens": MAX_TOKENS, "load": load,

@@ -27,6 +27,7 @@ ORACLES = {
     "cross-encoder": "sentence-transformers, CrossEncoder",
     "decoder-reranker": "the code of its model card, transformers",
     "zero-shot": "transformers, pipeline",
+    "text-classifier": "transformers, pipeline",
     "token-classifier": "transformers, pipeline",
     "gliner": "gliner, GLiNER",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",

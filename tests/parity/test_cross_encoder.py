@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from parity.score_checkpoints import (
     edit_json,
     ragged_documents,
     score_of,
-    scoring_engine,
     sentence,
     sts_pairs,
     tau,
@@ -68,12 +67,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return build_head(root / f"{kind.replace(' ', '-')}-{labels}", name, AutoModelForSequenceClassification, labels, **config)
 
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScoringEngine]:
-    with scoring_engine() as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,6 @@ from parity.score_checkpoints import (
     edit_json,
     ragged_documents,
     score_of,
-    scoring_engine,
     sentence,
     tau,
     without,
@@ -65,12 +64,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return build_reranker(root / name, architecture, **config)
 
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScoringEngine]:
-    with scoring_engine() as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

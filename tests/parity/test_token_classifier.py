@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, edit_json, ragged_documents, scoring_engine, without
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, edit_json, ragged_documents, without
 from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
@@ -46,12 +46,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return balanced(build_head(root / f"{name}-{'-'.join(labels)}", name, AutoModelForTokenClassification, labels))
 
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScoringEngine]:
-    with scoring_engine() as engine:
-        yield engine
 
 
 def balanced(folder: Path) -> Path:

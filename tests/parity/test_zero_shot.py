@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
-from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, scoring_engine, sentence, without
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents, sentence, without
 from parity.table import ParityTable
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -49,12 +49,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return build_head(root / f"{name}-{'-'.join(labels)}", name, AutoModelForSequenceClassification, labels)
 
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScoringEngine]:
-    with scoring_engine() as engine:
-        yield engine
 
 
 def oracle(folder: Path) -> Any:

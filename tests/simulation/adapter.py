@@ -44,23 +44,24 @@ class Faults:
 
 
 class Adapter:
-    """One adapter process after the other at `path`. `log(kind, text)` tells of what happens; `on_batch` of each batch that comes."""
+    """One adapter process after the other at `path`. `log(kind, text)` tells of what happens; `on_batch` of each batch that comes,
+    `on_alone` of the rows of each that ended with one work item in it."""
 
     def __init__(
         self, loop: VirtualLoop, path: str, name: str, *, lanes: int, room: int, costs: Costs, faults: Faults, seed: int,
-        log: Callable[[str, str], None], on_batch: Callable[[Adapter, ipc.RunBatch], None],
+        log: Callable[[str, str], None], on_batch: Callable[[Adapter, ipc.RunBatch], None], on_alone: Callable[[set[bytes]], None],
     ) -> None:  # fmt: skip
         self.path, self.name = path, name
         self.lanes, self.room, self.costs, self.faults = lanes, room, costs, faults
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loras: dict[str, list[str]] = {}
         self.running: dict[str, tuple[ipc.RunBatch, asyncio.StreamWriter]] = {}
-        self.suspects: set[bytes] = set()  # rows that ran when the process died, by their ids, and not alone since
+        self.suspects: set[bytes] = set()  # rows that ran when the process died, by their ids, and not alone since, here or elsewhere
         self.deaths = 0
         self.frozen = False
         self.fails_next = False  # the load that is under way
         self.trouble_s = -1e9  # when it last did not answer
-        self._loop, self._log, self._on_batch = loop, log, on_batch
+        self._loop, self._log, self._on_batch, self._on_alone = loop, log, on_batch, on_alone
         self._random = random.Random(seed)
         self._thawed = asyncio.Event()
         self._thawed.set()
@@ -239,7 +240,7 @@ class Adapter:
                 await asyncio.Event().wait()  # the process ends here
             self.running.pop(batch.batch, None)
             if len(batch.groups) == 1:
-                self.suspects.difference_update(rows_of(batch))
+                self._on_alone(set(rows_of(batch)))
         await self._send(writer, _computed(batch))
 
 

@@ -54,7 +54,10 @@ class Checks:
             return
         poisoned = bool(world.faults.poison) and any(world.ids(text) in world.faults.poison for text in asked.texts)
         if answer.status != 200:
-            self._check_error(index, asked, answer.code, str(answer.body.get("error", {}).get("reason", "")), poisoned)
+            # of several kinds of failure there is one entry for each input
+            mixed = answer.body["errors"] if answer.code == "ALL_ITEMS_FAILED" else [answer.body.get("error", {"code": answer.code})]
+            for error in mixed:
+                self._check_error(index, asked, error["code"], str(error.get("reason", "")), poisoned)
             return
         slots = answer.body.get("items", [])
         if len(slots) != len(asked.texts):
@@ -82,6 +85,11 @@ class Checks:
             world.violate(f"request {index} had {asked.budget_s} s and ended in {code} {reason}")
 
     # batches
+
+    def on_alone(self, rows: set[bytes]) -> None:
+        """They did not end the adapter that ran them."""
+        for adapter in self._world.adapters:
+            adapter.suspects -= rows
 
     def on_batch(self, adapter: Adapter, batch: ipc.RunBatch) -> None:
         """As the adapter receives it."""

@@ -1,10 +1,22 @@
-"""One set of small models for all files of this folder."""
+"""One set of small models for all files of this folder, most of whose tests have the machine to themselves."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import local_models
 import pytest
 from local_models import LocalModels
+
+_HERE = Path(__file__).parent
+# these wait for most of their time, and bound seconds
+_BESIDE_OTHERS = {"test_broker_faults.py", "test_dlq.py", "test_leases.py", "test_topology_command.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE) and item.path.name not in _BESIDE_OTHERS:
+            item.add_marker(pytest.mark.serial)
 
 
 @pytest.fixture(scope="session")

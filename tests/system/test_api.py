@@ -89,8 +89,12 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
     assert answer.headers["x-sie-model-revision"] == "8b3219a92973c328a8e22fadcfa821b5dc75636a"
     assert answer.headers["x-sie-fingerprint"] == answer.json()["fingerprint"] != ""
     assert answer.headers["x-sie-worker"]
+    assert float(answer.headers["x-queue-publish-time"]) > 0
     assert answer.json()["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
-    assert answer.json()["explain"][0]["batch"]["items"] >= 1
+    (told,) = answer.json()["explain"]
+    assert told["batch"]["items"] >= 1
+    assert (told["priority"], told["lane"].split(".")[0], told["batch"]["swapped"]) == ("interactive", "_default", False)
+    assert told["batch"]["padding"] == 0  # packed
 
 
 def test_truncation_is_never_silent(client: httpx.Client) -> None:
@@ -171,8 +175,8 @@ def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> 
     else:
         assert health["nats_url"].startswith("nats://127.0.0.1:")
         assert httpx.get(health["nats_monitor_url"] + "/healthz").status_code == 200
-        assert MODEL in [model["model_id"] for model in httpx.get(health["config_url"] + "/v1/configs/models").json()["models"]]
-        assert httpx.get(health["config_url"] + "/v1/configs/export").status_code == 401
+        for path in ("models", "export"):
+            assert httpx.get(f"{health['config_url']}/v1/configs/{path}").status_code == 401
     assert client.get("/healthz").text == client.get("/readyz").text == "ok"
 
 
@@ -351,3 +355,16 @@ def check_results(single: EncodeResult, several: list[EncodeResult]) -> None:
     assert (single["dense"].shape, single["dense"].dtype) == ((384,), np.float32)
     assert oracle.cosines(np.array([result["dense"] for result in several]), oracle.encode(["Hello", "World"])).min() >= 0.999
     single["dense"][0] = 1.0
+
+
+def test_one_slash_at_the_end_says_nothing(client: httpx.Client) -> None:
+    for path in ("/v1/models/", "/healthz/", "/v1/pools/", "/docs/", f"/v1/models/{MODEL}/"):
+        assert client.get(path).status_code == 200, path
+    assert client.post("/v1/embeddings/", json={"model": MODEL, "input": "a"}).status_code == 200
+
+
+def test_a_misspelt_key_of_an_item_is_told_with_the_one_that_is_missing(client: httpx.Client) -> None:
+    answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"txet": "a"}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["reason"], error["param"]) == (400, "empty_item", "items[0].text")
+    assert error["message"] == "items[0].text: expected str, got null"

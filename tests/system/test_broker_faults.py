@@ -187,7 +187,7 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
         await worker.flush()
         proxy.swallow()
         started_s = time.monotonic()
-        await until(lambda: not worker.connected, "the loss of the connection", 30.0)
+        await until(lambda: not worker.connected and "connection lost" in caplog.text, "the loss of the connection", 30.0)
         assert time.monotonic() - started_s > 5.0
         assert caplog.text.count("worker: connection lost") == 1
         proxy.heal()

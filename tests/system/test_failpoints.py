@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from armed import (
     ACK_WAIT_S,
@@ -203,6 +204,44 @@ def admission(field: Field, name: str, place: Place) -> None:
     field.settled()
 
 
+def reserve(field: Field, method: str, path: str = "") -> int:
+    """The status of a call of `/v1/pools`; 0 where its gateway died."""
+    body = {"name": "team", "gpus": {"cpu": 1}} if not path else None
+    try:
+        return httpx.request(method, f"{field.stack.urls[0]}/v1/pools{path}", json=body, timeout=20, trust_env=False).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def reservation(field: Field, name: str, place: Place) -> None:
+    """A gateway dies while it makes a reservation; the same call again makes it, or finds it made, with its stream."""
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    assert reserve(field, "POST") == 0
+    field.reached(name, place.action, part)
+    assert reserve(field, "POST") == 201
+    assert reserve(field, "DELETE", "/team") == 200
+    no_reservation_is_left(field, name)
+
+
+def reservation_ends(field: Field, name: str, place: Place) -> None:
+    """A gateway dies after it ended a reservation and before its stream is gone: it is gone for everybody, and then the stream too."""
+    assert reserve(field, "POST") == 201
+    part = field.arm(name, place.action, place.role)
+    part.wait_ready(BACK_S)
+    assert reserve(field, "DELETE", "/team") == 0
+    field.reached(name, place.action, part)
+    assert reserve(field, "GET", "/team") == 404
+    no_reservation_is_left(field, name)
+
+
+def no_reservation_is_left(field: Field, name: str) -> None:
+    until(lambda: "created" not in field.stream("WORK_team"), BACK_S, "the stream of the reservation is removed")
+    assert reserve(field, "GET", "/team") == 404
+    field.right(name)
+    field.settled()
+
+
 def cancelled(field: Field, name: str, place: Place) -> None:
     """Two batches fill the device, the rest waits; all budgets end, and the worker dies while it lets go of what did not run."""
     part = field.arm(name, place.action, place.role)
@@ -302,7 +341,7 @@ SCENARIOS: dict[str, Callable[[Field, str, Place], None]] = {
     each.__name__: each
     for each in (
         one_request, big_result, given_up, client_leaves, cold_model, duty, consumer_at_rest, large_input, old_payload, work_left_over,
-        admission, cancelled, unreadable_work, poison, drain_in_vain, new_model,
+        admission, reservation, reservation_ends, cancelled, unreadable_work, poison, drain_in_vain, new_model,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""One input among many ends the process that runs it, with the real adapter, its warm spare and a real nats-server."""
+"""One input among many ends the process that runs it, with the real adapter, the parent that forks it and a real nats-server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from cluster import Cluster, running, until
+from cluster import Cluster, running
 from fake_adapter import TOKENIZER
 
 MODEL = "mortal/one"
 DEADLY = "the text that ends its process"
 CLIENTS = 32
-BACK_S = 1.0  # the promise, from a death to the next answer; 3x is the test's margin
+BACK_S = 1.0  # the promise, from each death to the next answer: 0.33 s and 0.25 s on 2 cores under a load of 10; 3x is the test's margin
+LESS = 0.05  # the promise, of throughput outside the restarts; 3x as well
 _logger = logging.getLogger("tests.poison")
 FAMILY = '''
 import hashlib, os
@@ -66,7 +67,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (models / "mortal.yaml").write_text(json.dumps(entry))
     environ = {"PYTHONPATH": str(site), "SIE_MODELS_DIR": str(models)}
     with running(tmp_path / "data", "--preload", MODEL, environ=environ) as cluster:
-        until(lambda: cluster.said("waits as a spare"), 60, "the warm spare")
         yield cluster
 
 
@@ -109,7 +109,7 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
         assert answer.status == 200, answer.body
         values = answer.body["items"][0]["dense"]["values"]  # type: ignore[index]
         np.testing.assert_allclose(values, vector_of(texts[answer.number]), atol=1e-6)
-    deaths = [line for line in cluster.lines if "86" in line and "adapter" in line and "status" in line]
+    deaths = [line for line in cluster.lines if "ended with status 86" in line]
     assert len(deaths) == 2, deaths
     assert cluster.metric("sie_poisoned_inputs_total") == 1
     ended = sorted(answer.ended_s for answer in answers)
@@ -117,11 +117,10 @@ async def run_with_one_poison(cluster: Cluster, count: int) -> tuple[list[float]
     first_s, last_s = min(gap[1] for gap in gaps), max(gap[2] for gap in gaps)
     before = sum(1 for each in ended if each <= first_s) / (first_s - ended[0])
     after = sum(1 for each in ended if each > last_s) / (ended[-1] - last_s)
-    was_warm = any("waits as a spare" in line for line in cluster.lines[cluster.lines.index(deaths[0]) : cluster.lines.index(deaths[1])])
-    bound_s = 3 * BACK_S
     measured = [gap[0] for gap in gaps], before, after
-    assert min(measured[0]) < bound_s, report(*measured)
-    assert max(measured[0]) < bound_s or not was_warm, report(*measured)  # on a busy machine the spare's imports may take longer
+    assert max(measured[0]) < 3 * BACK_S, report(*measured)
+    assert len([line for line in cluster.lines if "adapter ready on" in line]) == 3
+    assert len(cluster.pids("adapter")) == 2  # the parent has been the same all along
     return measured
 
 
@@ -132,7 +131,7 @@ def report(gaps: list[float], before: float, after: float) -> str:
 
 @pytest.mark.timeout(300)
 async def test_one_input_of_2000(cluster: Cluster) -> None:
-    """L4. The spare's imports take their share of a small machine for seconds after each death, hence the wide bound."""
+    """L4. A few seconds on each side are too short for more than a look at the rates."""
     gaps, before, after = await run_with_one_poison(cluster, 2000)
     _logger.info("%s", report(gaps, before, after))
     assert after > before / 2, report(gaps, before, after)
@@ -144,4 +143,4 @@ async def test_one_input_of_10000(cluster: Cluster) -> None:
     """L4, at its full size: long enough for the rates on both sides to be compared."""
     gaps, before, after = await run_with_one_poison(cluster, 10_000)
     _logger.info("%s", report(gaps, before, after))
-    assert after > 0.8 * before, report(gaps, before, after)
+    assert after > (1 - 3 * LESS) * before, report(gaps, before, after)

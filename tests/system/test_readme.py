@@ -16,6 +16,7 @@ import pytest
 from cluster import Cluster, running
 
 README = Path(__file__).parents[2] / "README.md"
+CLIENT_PAGE = README.parent / "docs" / "sdk.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -58,6 +59,17 @@ def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) ->
     assert {item for item, _ in ranked} == {"item-0", "item-1"}
     assert ranked[0][1] >= ranked[1][1]
     assert all("Ada met Charles in London."[start:].startswith(text) and label in ("person", "place") for text, label, start in found)
+
+
+def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
+    """All of them as one program; those that need models of images or other machines are marked otherwise."""
+    examples = re.findall(r"```python\n(.*?)```", CLIENT_PAGE.read_text("utf-8"), re.DOTALL)
+    printed = run("\n".join(examples), cluster)
+    assert printed[0] == "(384,) float32 {'dims': 384, 'dtype': 'float32'}"
+    assert "loaded" in printed, "the model that was waited for"
+    assert "MODEL_NOT_FOUND sentence-transformers/all-MiniLM-L6-v2" in printed
+    assert [line for line in printed if line.startswith("2500 ")][-1].split()[1].isdigit(), "the long list and its tokens"
+    assert printed[-1] == "1", "the workers of a frame"
 
 
 def test_the_example_of_the_start_message_works(cluster: Cluster) -> None:

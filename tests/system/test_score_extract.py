@@ -516,7 +516,7 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         assert infos[name]["loaded"], name
         assert infos[name]["fingerprint"]
         assert min(infos[name]["certificate"]["packed"].values()) >= 0.9999
-    for task, able in (("score", {"late", "m3", "cross", "reranker"}), ("extract", {"gliner", "zero-shot", "tags"})):
+    for task, able in (("score", {"late", "m3", "cross", "reranker"}), ("extract", {"gliner", "zero-shot", "tags", "classes"})):
         found = client.get(f"/v1/models?task={task}&variants=false").json()["data"]
         assert {info["id"].removeprefix("test/") for info in found} == able
 

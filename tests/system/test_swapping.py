@@ -126,7 +126,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         traffic = alternate(cluster, expected, seconds / 4)
         assert traffic.errors == []
         assert traffic.wrong < 1e-4
-        loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps")
+        loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps_total")
         assert (loads, swaps) == (2, 0)
         weights_bytes = cluster.metric("sie_model_memory_bytes") / 2
         print(f"\nroom for both: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads")
@@ -136,7 +136,7 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
     try:
         cluster.start()
         traffic = alternate(cluster, expected, seconds)
-        loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps")
+        loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps_total")
         print(f"room for one: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads, {swaps:.0f} of a busy model")
         assert traffic.errors == [], cluster.log(4000)
         assert traffic.wrong < 1e-4

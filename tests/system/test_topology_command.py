@@ -84,10 +84,10 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
     (lane,) = stream["lanes"]
     assert (lane["lane"], lane["own"], lane["shared"], lane["waiting"]) == ("_default.cpu.default", 1, 1, 3)
     text = sie(server, "show", "--consumers").stdout
-    assert "WORK__default  file, 1 copy, topology 2, 3 messages" in text
+    assert f"WORK__default  file, 1 copy, topology {topology.TOPOLOGY_VERSION}, 3 messages" in text
     assert "toy_2fa" in text
     checked = sie(server, "check")
-    assert (checked.exit_code, checked.stdout.strip()) == (0, "all is as topology 2 and these settings want it")
+    assert (checked.exit_code, checked.stdout.strip()) == (0, f"all is as topology {topology.TOPOLOGY_VERSION} and these settings want it")
     assert sie(server, "migrate", "--yes").stdout.strip() == "nothing to do"
 
 
@@ -102,7 +102,7 @@ def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(ser
     assert "update stream WORK__default" in checked.stdout
     assert "  max_msgs_per_subject: -1 -> 16384\n" in checked.stdout
     assert "  discard_new_per_subject: (unset) -> True\n" in checked.stdout
-    assert f"update consumer {consumer.name}\n  topology version: 1 -> 2\n" in checked.stdout
+    assert f"update consumer {consumer.name}\n  topology version: 1 -> {topology.TOPOLOGY_VERSION}\n" in checked.stdout
     planned = sie(server, "migrate")
     assert planned.exit_code == 1
     assert planned.stdout.startswith(checked.stdout)
@@ -116,7 +116,7 @@ def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(ser
     assert stored(server) == 500
     assert sie(server, "check").exit_code == 0
     at(server, lambda broker: broker.ensure_stream(WANTED, owner=True))
-    at(server, lambda broker: broker.ensure_consumer(dataclasses.replace(consumer, version=2)))
+    at(server, lambda broker: broker.ensure_consumer(dataclasses.replace(consumer, version=topology.TOPOLOGY_VERSION)))
 
 
 def test_a_changed_setting_is_applied_in_place(server: NatsServer) -> None:

@@ -8,13 +8,14 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, settings_of, until
+from inprocess import GatewayProcess, InProcess, placing, settings_of, until
 from msgspec.structs import replace
 
 from sie_contracts import ipc, messages, topology
@@ -27,12 +28,15 @@ from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.admission import Admission
+from sie_gateway.auth import Grant
 from sie_gateway.backlog import Backlog
+from sie_gateway.call import Call
 from sie_gateway.cold import ColdStarts
 from sie_gateway.demand import DemandRecords
+from sie_gateway.dialects import find
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
-from sie_gateway.inference import Call, Inference
+from sie_gateway.inference import Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.prediction import retry_after_s, tokens_ahead, wait_s
@@ -161,7 +165,7 @@ class Alone:
         self.metrics = Metrics()
         entry = toy_entry()
         self.feed = CatalogueFeed(
-            self.broker, None, trusted=("x",), poll_s=1, full_export_s=1, initial=Catalogue({entry.id: entry}, {}, "test:1")
+            self.broker, None, trusted=("x",), poll_s=1, full_export_s=1, initial=Catalogue({entry.id: entry}, {}, {}, "test:1")
         )
         self.fleet = Fleet(self.broker, settings)
         self.inbox = Inbox(self.broker, self.metrics)
@@ -178,8 +182,8 @@ class Alone:
             await asyncio.sleep(0)
             return msgspec.json.encode({"items": ["x" * 400] * texts})
 
-        call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, key=key)
-        await self.inference.answer(call, "encode", self.inference.resolve("toy/one"), read)
+        call = Call(f"r{number}", asyncio.get_running_loop().time(), {}, grant=Grant(key))
+        await self.inference.answer(call, find("POST", "/v1/encode/toy/one"), read, AsyncMock())
 
 
 async def test_ten_thousand_cancelled_requests_leave_every_permit_and_byte_free() -> None:
@@ -404,6 +408,7 @@ async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(
         adapter, gateway = await cluster.adapter(), await cluster.gateway()
         await cluster.sidecar(adapter)
         assert (await gateway.encode("warm")).status_code == 200
+        await placing(cluster)
         adapter.hold_loads = True
         slow = [asyncio.create_task(gateway.encode(f"{number}", model="toy/slow")) for number in range(200)]
         await adapter.until(lambda adapter: "toy/slow" in adapter.loads, "the load")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sie_contracts import arrays
+from sie_contracts.messages import Vectors
 
 ZEROS = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c4057368617065920203c40464617461c418") + bytes(24)
 THREE = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c40573686170659103c40464617461c40c0000003f000080be0000803f")
@@ -158,3 +159,44 @@ def test_hostile_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
         decoded(data)
     except (ValueError, msgspec.DecodeError, RecursionError):
         pass
+
+
+@given(hnp.arrays(st.sampled_from(["<f4", "<f2", "<f8", "<i4", "|i1", "|u1", ">f4"]), st.tuples(st.integers(0, 4), st.integers(1, 4))))
+def test_a_multivector_is_one_matrix_in_each_of_its_forms(array: np.ndarray) -> None:
+    """An array, its map with keys of either kind, and nested lists."""
+    with np.errstate(over="ignore"):
+        expected = array.astype("<f4")
+    if not np.isfinite(expected).all():
+        with pytest.raises(ValueError, match="finite"):
+            arrays.multivector(array)
+        return
+    forms: list[Any] = [array]
+    if array.dtype.str in arrays.EMITTED:
+        packed = arrays.pack(array)
+        forms += [packed, {key.decode(): value for key, value in packed.items()}]
+    if len(array):
+        forms.append(array.tolist())
+    for form in forms:
+        found = arrays.multivector(form)
+        assert (found.dtype.str, found.shape) == ("<f4", array.shape)
+        np.testing.assert_array_equal(found, expected)
+        assert Vectors.of(found) == Vectors(len(array), array.shape[1], expected.tobytes())
+        assert Vectors.of(found).fits
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([[1.0], [2.0, 3.0]], "row 1"), ([1.0, 2.0], "in place of row 0"), ([], r"\[0, 0\]"), ([[]], r"\[1, 0\]"),
+        ([["a"]], "got str in row 0"), ([[True]], "got bool"), ([[None]], "got NoneType"), ([[1e39]], "finite"), ([[10**400]], "float64"),
+        ("text", "got str"), (None, "got NoneType"), ([[float("nan")]], "finite"), ({"a": 1}, "got dict"),
+        (np.zeros((2, 2), bool), "got bool"), (np.zeros((2, 2), object), "got object"),
+        (np.zeros(4), r"\[4\]"), (np.zeros((1, 2, 3)), r"\[1, 2, 3\]"),
+        ({"nd": True, "type": "|O8", "shape": [1, 1], "data": bytes(8)}, "^array type"),
+        ({"nd": True, "type": "<f4", "shape": [2, 2], "data": b"x"}, "^array data"),
+    ],
+)  # fmt: skip
+def test_what_is_no_matrix_of_numbers_says_what_it_is(value: Any, named: str) -> None:
+    """X1."""
+    with pytest.raises(ValueError, match=named):
+        arrays.multivector(value)

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_adapter import FakeAdapter, ids_of, vector_of
+from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from nats_server import NatsServer
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import CoreMessage
+from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.broker.nats import connect
 from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
 from sie_contracts.messages import Cancel, Input, RunOptions, WorkItem
-from sie_gateway import attach
+from sie_gateway import attach, reply
 from sie_gateway.app import Edge
 from sie_gateway.attach import Attachments, ClientGone
 from sie_gateway.inference import Inference
@@ -42,6 +43,7 @@ class Client:
     headers: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    shape: Any = None
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -239,14 +241,17 @@ class Connection:
         self.writer = writer
 
     @classmethod
-    async def ask(cls, gateway: GatewayProcess, *texts: str, sent: int | None = None, **headers: str) -> Connection:
-        """Post an encode request; of its body only `sent` bytes, if given."""
+    async def ask(
+        cls, gateway: GatewayProcess, *texts: str, sent: int | None = None, path: str = "/v1/encode/toy/one", body: Any = None,
+        **headers: str,
+    ) -> Connection:  # fmt: skip
+        """Post an encode request, or another `body`; of it only `sent` bytes, if given."""
         host, port = gateway.url.removeprefix("http://").split(":")
         connection = cls(*await asyncio.open_connection(host, int(port)))
-        body = json.dumps({"items": list(texts)}).encode()
+        content = json.dumps(body or {"items": list(texts)}).encode()
         lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-        head = ["POST /v1/encode/toy/one HTTP/1.1", "host: x", f"content-length: {len(body)}", *lines, "", ""]
-        connection.writer.write("\r\n".join(head).encode() + body[:sent])
+        head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(content)}", *lines, "", ""]
+        connection.writer.write("\r\n".join(head).encode() + content[:sent])
         await connection.writer.drain()
         return connection
 
@@ -330,6 +335,36 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
     assert status == 200
     assert body["items"][0]["dense"]["values"] == pytest.approx(vector_of(ids_of("hello")))
     assert (len(adapter.batches), inference.in_progress) == (1, 0)
+
+
+async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: InProcess) -> None:
+    """Whose `/rerank` is, its body tells."""
+    cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+    gateway = await cluster.gateway()
+    inference = inference_of(gateway, window_s=60.0)
+    asked = {"path": "/rerank", "body": {"model": "toy/score", "query": "q", "texts": ["a"]}, "X_SIE_Timeout_Ms": "1500"}
+    client = await Connection.ask(gateway, **asked)
+    await until(lambda: queued(cluster) == 1, "queued work")
+    await client.leave()
+    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    status, told = await (await Connection.ask(gateway, **asked)).answer()
+    assert (status, told["code"], type(told["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
+
+
+async def test_a_request_is_in_progress_until_its_reply_is_sent(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then its results are held, and a gateway that ends waits for it."""
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    inference = inference_of(gateway)
+    monkeypatch.setattr(reply, "body_of", lambda *_, **__: ((b" " * (1 << 20) for _ in range(64)), "application/json"))
+    client = await Connection.ask(gateway, "hello")
+    await client.reader.readuntil(b"\r\n\r\n")
+    gateway.stop.request()
+    await asyncio.sleep(0.1)  # in which nobody reads
+    assert inference.in_progress == 1
+    assert len(await client.reader.read()) > 64 << 20
+    assert not inference.in_progress
+    await client.leave()
 
 
 async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
@@ -453,3 +488,24 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
         state = await broker.stream_state(STREAM)
         assert (state.messages, state.last_sequence > 10) == (0, True)
         await broker.close()
+
+
+async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its_place() -> None:
+    """1. A message is stored. 2. The stream is lost and made anew by another gateway, whose message has the same sequence. 3. The first
+    one's is withdrawn: the other's stays."""
+    lane = topology.Lane("_default", "cpu", "default")
+    server = MemoryServer()
+    queues = [WorkQueue(server.connect(f"gateway {number}"), settings_of(), Metrics(), lambda: None) for number in range(2)]
+    items = [WorkItem(f"r{number}", 0, "m", "v", "encode", (Input("a"),), RunOptions(), "nobody", 60_000) for number in range(2)]
+    await queues[0].ensure_pool("_default")
+    stored = await queues[0].publish(lane, items[:1], time.perf_counter() + 60)
+    server.lose_stream(STREAM)
+    await queues[1].ensure_pool("_default")
+    theirs = await queues[1].publish(lane, items[1:], time.perf_counter() + 60)
+    assert [each.sequence for each in stored] == [each.sequence for each in theirs]
+    await queues[0].withdraw("_default", stored)
+    assert server.streams[STREAM].state().messages == 1
+    await queues[1].withdraw("_default", theirs)
+    assert server.streams[STREAM].state().messages == 0
+    for queue in queues:
+        await queue.close()

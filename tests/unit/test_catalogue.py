@@ -15,14 +15,16 @@ from sie_contracts.catalogue import (
     LoadOptions,
     ModelEntry,
     Resolved,
+    classifies,
     fingerprint,
+    needs_labels,
     packaged_folder,
     parse_entry,
 )
 from sie_contracts.errors import BundleConflict, InvalidInput, ModelNotFound, ValidationFailed
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.muvera import Muvera
-from sie_contracts.options import DTYPES, MAX_LABELS, RequestOptions, describe, run_options
+from sie_contracts.options import DTYPES, MAX_LABELS, RequestOptions, counting, decoding, describe, run_options, tokenizing
 from sie_contracts.runtime.feed import packaged_catalogue, read_folder
 
 
@@ -164,7 +166,7 @@ def test_a_name_that_does_not_resolve_says_what_there_is(spec: str, reason: str,
 def test_a_bundle_that_does_not_serve_the_model_is_a_conflict(spec: str) -> None:
     with pytest.raises(BundleConflict) as caught:
         CATALOGUE.resolve(spec)
-    assert caught.value.extras == {"compatible_bundles": [CATALOGUE.resolve(spec.partition(":/")[2]).entry.bundle]}
+    assert caught.value.extras == {"compatible_bundles": [CATALOGUE.resolve(spec.partition(":/")[2]).bundle]}
 
 
 def test_a_revision_with_a_colon_is_not_taken_for_a_profile() -> None:
@@ -812,6 +814,22 @@ def test_the_packaged_catalogue_is_sound() -> None:
     assert catalogue.entries.keys() == read_folder(packaged_folder() / "models").keys() != set()
     for model, found in catalogue.entries.items():
         assert isinstance(catalogue.resolve(model), Resolved)
-        assert found.bundle in catalogue.bundles
+        assert catalogue.resolve(model).bundles == catalogue.bundles_of(found) == ("default",)
         assert found.description
         assert found.license
+
+
+def test_who_classifies_by_classes_of_its_own() -> None:
+    own = entry("org/own", family="text-classifier", outputs={"classifications": 0})
+    asked = entry("org/asked", family="zero-shot-classifier", outputs={"classifications": 0})
+    assert [(classifies(each), needs_labels(each)) for each in (own, asked, NER)] == [(True, False), (False, True), (False, False)]
+    assert own.tasks == ("extract",)
+
+
+def test_the_options_of_what_the_tokenizer_answers() -> None:
+    """What an encode would read counts; nothing else of it does."""
+    run = RunOptions(("sparse",), "query: ", " ?", "NONE", "cls", False, 16, 8, "lora", "int8", True)
+    assert counting(run) == RunOptions((), "query: ", " ?", parameters={"count": True})
+    assert tokenizing() == decoding() == RunOptions(())
+    assert tokenizing("a ", " b", add_special_tokens=False) == RunOptions((), "a ", " b", parameters={"add_special_tokens": False})
+    assert decoding(skip_special_tokens=False).parameters == {"skip_special_tokens": False}

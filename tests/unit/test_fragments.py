@@ -142,6 +142,7 @@ class Delivered:
     data: bytes = b""
     delivered: int = 1
     acks: int = 0
+    subject: str = "sie.work._default.l4.default.interactive.m"
 
     async def ack(self) -> None:
         self.acks += 1

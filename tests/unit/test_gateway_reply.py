@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow
+import pyarrow.ipc
 import pytest
 
 from sie_contracts import arrays
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_contracts.muvera import Muvera
-from sie_gateway import body, chunk, reply
+from sie_gateway import arrow, body, chunk, reply
 from sie_gateway.body import Item
+from sie_gateway.call import Call
 from sie_gateway.chunk import Chunk, Limits
+from sie_gateway.finished import Finished
 from sie_gateway.inference import _result_bytes
 
 ENTRY = parse_entry({
@@ -41,7 +46,7 @@ def result_of(outputs: dict[str, Any]) -> tuple[WorkResult, Outcome]:
 
 def slot(given: dict[str, Any], *, msgpack: bool = True, **options: Any) -> dict[str, Any]:
     (found,) = reply.encode_slots([Item("a")], [result_of(given)], ENTRY, RunOptions(**options), msgpack=msgpack)
-    return found
+    return arrays.unpack(arrays.decode_msgpack(reply.encode(found, msgpack=True)[0])) if msgpack else found  # type: ignore[no-any-return]
 
 
 def placed(*outcomes: Outcome) -> list[tuple[WorkResult, Outcome]]:
@@ -139,7 +144,8 @@ def test_entries_stand_by_score_then_by_position_and_failures_last() -> None:
 
 def test_all_keys_are_there_whatever_was_found() -> None:
     found = Ok({}, data={"entities": [{"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1}]})
-    slots = reply.extract_slots([Item("a"), Item("b", "mine"), Item("c")], placed(found, Ok({}, data={"data": {"k": 1}}), REFUSED))
+    given = zip((Item("a"), Item("b", "mine"), Item("c")), (found, Ok({}, data={"data": {"k": 1}}), REFUSED), strict=True)
+    slots = [reply.extract_slot(index, *each) for index, each in enumerate(given)]
     empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
     entity = {"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1, "bbox": None}
     assert slots[0] == {"id": "item-0", **empty, "entities": [entity]}
@@ -149,7 +155,7 @@ def test_all_keys_are_there_whatever_was_found() -> None:
 
 def test_a_box_has_no_offsets() -> None:
     found = Ok({}, data={"entities": [{"text": "t", "label": "text", "score": 1.0, "bbox": [1, 2, 3, 4]}]})
-    (only,) = reply.extract_slots([Item("a")], placed(found))
+    only = reply.extract_slot(0, Item("a"), found)
     assert only["entities"] == [{"text": "t", "label": "text", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]}]
 
 
@@ -182,25 +188,156 @@ def test_an_input_that_is_run_once_for_each_label_costs_as_much() -> None:
     assert split([32] * 10, cost=60, rows=3) == [Chunk(start, start + 2, 60) for start in range(0, 10, 2)]
 
 
-async def test_json_of_many_values_is_written_in_pieces_and_lets_others_run() -> None:
+@pytest.mark.parametrize("msgpack", [False, True])
+def test_a_body_of_many_values_is_written_in_pieces_as_often_as_it_is_read(msgpack: bool) -> None:
     slots = [{"dense": {"values": np.arange(3, dtype=np.float32) + number}, "id": str(number)} for number in range(50)]
     body = {"model": "m", "items": slots, "usage": {}}
-    turns = 0
+    found, content_type = reply.body_of(body, 10 * reply.PIECE_VALUES, msgpack=msgpack)
+    whole, same_type = reply.encode(body, msgpack=msgpack)
+    assert content_type == same_type
+    pieces = list(found)
+    assert len(pieces) >= 10
+    decode = msgspec.msgpack.decode if msgpack else json.loads
+    assert decode(b"".join(pieces)) == decode(whole)
+    assert list(found) == pieces
+    assert reply.body_of(body, 150, msgpack=msgpack)[0] == whole
 
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
 
-    others = asyncio.create_task(other())
-    data, content_type = await reply.encode_in_turns(body, 10 * reply.JSON_VALUES, msgpack=False)
-    others.cancel()
-    assert content_type == "application/json"
-    assert json.loads(data) == json.loads(reply.encode(body, msgpack=False)[0])
-    assert turns >= 10
-    assert (await reply.encode_in_turns(body, 150, msgpack=False)) == reply.encode(body, msgpack=False)
-    assert (await reply.encode_in_turns(body, 10 * reply.JSON_VALUES, msgpack=True)) == reply.encode(body, msgpack=True)
+def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
+    """One long text gives as much as a thousand short ones: nobody else is served while a piece is made."""
+    wide, narrow = np.arange(4 * reply.PIECE_VALUES, dtype=np.float32).reshape(-1, 100), np.ones((2, 100), np.float32)
+    slots = [{"id": str(number), "multivector": {"dims": 100, "values": values}} for number, values in enumerate((narrow, wide, narrow))]
+    body = {"model": "m", "items": slots}
+    found, _ = reply.body_of(body, 4 * reply.PIECE_VALUES, msgpack=False)
+    pieces = list(found)
+    assert json.loads(b"".join(pieces)) == json.loads(reply.encode(body, msgpack=False)[0])
+    assert max(piece.count(b",") for piece in pieces) <= reply.PIECE_VALUES
+
+
+def test_rows_are_made_when_it_is_their_turn() -> None:
+    made: list[int] = []
+
+    def row(value: int) -> list[int]:
+        made.append(value)
+        return [value] * 3
+
+    whole = b"[[0,0,0],[1,1,1],[2,2,2],[3,3,3]]"
+    assert reply.listed(range(4), 12, row=row) == whole
+    made.clear()
+    pieces = iter(reply.listed(range(4), 4 * reply.PIECE_VALUES, row=row))
+    begun = next(pieces)
+    assert made == [0]
+    assert begun + b"".join(pieces) == whole
+    for msgpack in (False, True):
+        few, many = (reply.body_of({"items": range(4), "n": 1}, count, msgpack=msgpack, row=row)[0] for count in (12, 1 << 20))
+        decode = msgspec.msgpack.decode if msgpack else json.loads
+        assert decode(few) == decode(b"".join(many)) == {"items": json.loads(whole), "n": 1}
+
+
+def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_own() -> None:
+    """Not that of the chunk which took longest at its worker."""
+    items = (Item("a"), Item(None), Item("b"))
+    finished = Finished(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
+    stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
+    results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=each) for number, each in enumerate(stages)]
+    finished.take([0, 2], [Chunk(0, 1, 1), Chunk(1, 2, 1)], results, [60.0, 90.0])
+    timing = finished.timing(Call("r", time.perf_counter() - 0.2, {}))
+    assert (timing["inference_time"], timing["queue_time"]) == (20, 60)
+    assert timing["total_time"] >= 200
+    first, refused, second = finished.item_timings()
+    assert (first["inference_time"], first["queue_time"], first["total_time"]) == (40, 10, 60)
+    assert (second["inference_time"], second["queue_time"], second["total_time"]) == (20, 60, 90)
+    assert set(refused.values()) == {0.0}
+
+
+@pytest.mark.parametrize(("accept", "found"), [
+    ("", "msgpack"), ("*/*", "msgpack"), ("text/html", "json"), ("application/json", "json"), ("application/octet-stream", "raw"),
+    ("application/vnd.apache.arrow.stream, */*", "arrow"), ("application/msgpack, application/octet-stream", "msgpack"),
+    ("application/octet-stream;q=0.5, application/json", "json"), ("application/json, application/octet-stream", "raw"),
+    ("application/vnd.apache.arrow.stream;q=0.9, application/octet-stream;q=0.5", "arrow"), ("application/octet-stream;q=0", "json"),
+    ("application/msgpack;q=0.1, application/json;q=0.2", "json"), ("application/octet-stream;q=x", "json"),
+])  # fmt: skip
+def test_the_format_of_a_reply_is_negotiated(accept: str, found: str) -> None:
+    assert reply.wanted(accept, body_is_msgpack=True, raw=True) == found
+
+
+def test_a_route_without_a_format_answers_in_another() -> None:
+    assert reply.wanted("application/msgpack, application/octet-stream", raw=True, msgpack=False) == "raw"
+    assert reply.wanted("application/octet-stream") == "json"
+    assert reply.wanted("", body_is_msgpack=False) == "json"
+
+
+def chunk_of(count: int, **outputs: np.ndarray) -> list[tuple[WorkResult, Ok]]:
+    """A result of `count` inputs, each with its row of every output, in one block."""
+    block, outcomes = b"", []
+    for row in range(count):
+        slices = {}
+        for name, values in outputs.items():
+            array = np.asarray(values[row])
+            slices[name] = ArraySlice(array.dtype.str, array.shape, len(block))
+            block += array.tobytes()
+        outcomes.append(Ok(slices, 3))
+    result = WorkResult("r", 0, "w", tuple(outcomes), block)
+    return [(result, outcome) for outcome in outcomes]
+
+
+def test_neighbouring_vectors_are_sent_together_and_not_copied() -> None:
+    first, second = np.random.default_rng(1).normal(size=(2, 5, 4)).astype("<f4")
+    values = [*chunk_of(5, dense=first), *chunk_of(5, dense=second)]
+    values = [values[0], values[1], values[4], values[5], values[6]]
+    body = reply.Joined(values, "dense")
+    pieces = list(body)
+    assert [len(piece) for piece in pieces] == [32, 16, 32]
+    assert all(piece.obj in (values[0][0].block, values[-1][0].block) for piece in pieces)
+    assert b"".join(pieces) == first[[0, 1, 4]].tobytes() + second[:2].tobytes()
+    assert body.nbytes == 80 == len(b"".join(body))
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
+    chance = np.random.default_rng(2)
+    dense, scale = chance.integers(-127, 127, (4, 6)).astype("|i1"), chance.random((4, 1)).astype("<f4")
+    counts = [2, 0, 5, 1]
+    multi = [chance.integers(-127, 127, (count, 3)).astype("|i1") for count in counts]
+    scales = [chance.random(count).astype("<f4") for count in counts]
+    indices = [np.arange(count, dtype="<i4") for count in counts]
+    weights = [chance.random(count).astype("<f4") for count in counts]
+    good: list[tuple[WorkResult, Outcome]] = list(chunk_of(4, **{
+        "dense": dense, "dense.scale": scale, "multivector": multi, "multivector.scale": scales, "sparse.indices": indices,
+        "sparse.values": weights,
+    }))  # fmt: skip
+    outcomes = [*good[:2], *placed(REFUSED), *good[2:]]
+    items = [Item("a", "first"), Item("b"), Item(None), Item("c", "ü"), Item("d")]
+    rows = arrow.Rows(items, outcomes, RunOptions(outputs=("dense", "multivector", "sparse"), dtype="int8"))
+    rows._step = step
+    data = b"".join(rows)
+    assert data == b"".join(rows)
+    table = pyarrow.ipc.open_stream(data).read_all()
+    table.validate(full=True)
+    assert table.column_names == [
+        "id", "dense", "dense_scale", "multivector", "multivector_scale", "sparse_indices", "sparse_values", "error"
+    ]  # fmt: skip
+    found = table.to_pylist()
+    assert [row["id"] for row in found] == ["first", None, None, "ü", None]
+    assert found[2] == {
+        **dict.fromkeys(table.column_names), "error": {"code": "INVALID_INPUT", "message": "no", "reason": "empty_item", "retryable": False}
+    }  # fmt: skip
+    for index, row in enumerate(found[:2] + found[3:]):
+        assert row["error"] is None
+        assert row["dense"] == dense[index].tolist()
+        assert row["dense_scale"] == pytest.approx(float(scale[index, 0]))
+        assert row["multivector"] == multi[index].tolist()
+        np.testing.assert_array_equal(np.float32(row["multivector_scale"]), scales[index])
+        assert row["sparse_indices"] == indices[index].tolist()
+        np.testing.assert_array_equal(np.float32(row["sparse_values"]), weights[index])
+
+
+def test_arrow_of_half_precision_has_half_floats() -> None:
+    values = np.random.default_rng(3).normal(size=(3, 4)).astype("<f2")
+    rows = arrow.Rows([Item("a")] * 3, list(chunk_of(3, dense=values)), RunOptions(dtype="float16"))
+    table = pyarrow.ipc.open_stream(b"".join(rows)).read_all()
+    assert table.schema.field("dense").type == pyarrow.list_(pyarrow.float16(), 4)
+    np.testing.assert_array_equal(np.array(table["dense"].to_pylist(), np.float16), values)
 
 
 def test_what_does_not_fit_alone_is_a_chunk_alone_and_nothing_is_none() -> None:

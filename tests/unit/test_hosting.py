@@ -26,7 +26,11 @@ class Link:
         self.loads: list[ipc.EnsureReady] = []
         self.failure: SIEError | None = None
         self.evicted: tuple[str, ...] = ()
+        self.memory_bytes = 0  # of each model
         self.gone = False
+        self.loading = asyncio.Event()
+        self.may_load = asyncio.Event()
+        self.may_load.set()
         self.answers = asyncio.Event()
         self.answers.set()
         self.asked = asyncio.Event()
@@ -35,7 +39,12 @@ class Link:
         self.loads.append(question)
         if self.failure is not None:
             raise self.failure
-        return ipc.Ready(ipc.LoadedModel(question.model, "local", "f", "float32", "toy"), TOKENIZER, 512, {"encode": ipc.Rows()})
+        self.loading.set()
+        await self.may_load.wait()
+        return ipc.Ready(self.loaded(question.model), TOKENIZER, 512, {"encode": ipc.Rows()})
+
+    def loaded(self, model: str) -> ipc.LoadedModel:
+        return ipc.LoadedModel(model, "local", "f", "float32", "toy", self.memory_bytes)
 
     async def ask(self, question: ipc.Request) -> ipc.Reply:
         self.questions.append(question)
@@ -185,3 +194,60 @@ async def test_a_failure_that_stays_is_not_tried_again(error_class: str) -> None
         assert raised.value.extras == {"error_class": error_class, "attempts": 1, "permanent": True}
         sidecar.now_s += 1000
     assert len(sidecar.link.loads) == 1
+
+
+async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_device_holds() -> None:
+    sidecar, total_bytes = Sidecar(), 2000
+    sidecar.link.memory_bytes = 100
+
+    def slots(used_bytes: int, *models: str, threshold_percent: float = 80.0) -> int:
+        held = tuple(sidecar.link.loaded(model) for model in models)
+        return sidecar.hosting.slots(ipc.Description(
+            ipc.PROTOCOL, 1, "cpu", "0", memory_used_bytes=used_bytes, memory_total_bytes=total_bytes, models=held,
+            threshold_percent=threshold_percent,
+        ))  # fmt: skip
+
+    assert slots(600) == 0  # what a model takes is not known yet
+    await sidecar.load(sidecar.a, sidecar.b)
+    assert slots(800, "toy/a", "toy/b") == (1600 - 600) // 100
+    assert slots(800, "toy/a", "toy/b", threshold_percent=70) == (1400 - 600) // 100
+    assert slots(800, "toy/a", "toy/b", threshold_percent=0) == (1700 - 600) // 100  # an adapter that does not tell
+    assert slots(700, "toy/a") == slots(600) == (1600 - 600) // 100  # what went made its own room
+    sidecar.link.may_load.clear()
+    sidecar.link.loading.clear()
+    load = asyncio.create_task(sidecar.load(sidecar.c))
+    await sidecar.link.loading.wait()
+    assert slots(880, "toy/a", "toy/b") == (1600 - 600) // 100  # the 80 are of a model that is not there yet
+    total_bytes = 20_000  # another limit is the tighter one now
+    assert slots(15_000, "toy/a", "toy/b") == (1600 - 600) // 100
+    total_bytes = 2000
+    sidecar.link.may_load.set()
+    await load
+    assert slots(980, "toy/a", "toy/b", "toy/c") == (1600 - 680) // 100
+    assert slots(1990, "toy/a") == 1  # 0 would be no bound
+
+
+async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_present_one() -> None:
+    """1. A load is under way. 2. The entry changes, and work for the new one waits. 3. The load fails for good. 4. The new one loads."""
+    sidecar = Sidecar()
+    fails = asyncio.Event()
+    ready = sidecar.link.ensure_ready
+
+    async def failing(question: ipc.EnsureReady) -> ipc.Ready:
+        if question.entry["max_tokens"] != 7:
+            sidecar.link.loading.set()
+            await fails.wait()
+            raise ModelLoadFailed("gone", extras={"error_class": "NOT_FOUND"})
+        return await ready(question)
+
+    sidecar.link.ensure_ready = failing  # type: ignore[method-assign]
+    first = asyncio.create_task(sidecar.hosting.ensure(sidecar.a))
+    await sidecar.link.loading.wait()
+    hosted = sidecar.hosting.of(Catalogue({"toy/a": toy_entry("toy/a", max_tokens=7)}).resolve("toy/a"))
+    assert hosted is sidecar.a
+    second = asyncio.create_task(sidecar.hosting.ensure(hosted))
+    await asyncio.sleep(0)
+    fails.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(first, second)
+    assert (hosted.state, hosted.error, hosted.attempts) == ("loaded", None, 0)

@@ -1,17 +1,22 @@
-"""How a response leaves a process: one write where its length is known, and everything that uvicorn promises elsewhere."""
+"""How a response leaves a process: one write where its length is known, and everything that uvicorn promises elsewhere. And what a client
+may leave open: a head that never ends, a response that nobody reads, what is no HTTP at all."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 from asyncio.selector_events import _SelectorSocketTransport
 from collections.abc import AsyncIterator
 
 import pytest
 
-from sie_contracts.runtime.http import App, HttpServer, Receive, Scope, Send, reply
+from sie_contracts.runtime import http
+from sie_contracts.runtime.http import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
 
 STREAMED = b"x" * 40_000
+LARGE = 16 << 20  # more than sockets hold
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,6 +40,10 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         case "/short":
             await send({**start, "headers": length})
             await send({"type": "http.response.body", "body": b"0123"})
+        case "/large":
+            await reply(send, 200, b"x" * (LARGE))
+        case "/raises":
+            raise RuntimeError("before the head")
         case "/fails":
             await send({**start, "headers": length})
             raise RuntimeError("after the head")
@@ -162,3 +171,210 @@ async def test_a_drain_ends_a_kept_connection_after_its_response() -> None:
             assert (await response(reader))[1] == b"ok"
             assert await reader.read() == b""
             await stopping
+
+
+# what a client may leave open
+
+
+async def refused(reader: asyncio.StreamReader) -> dict[str, object]:
+    """The error map of a refusal that closes its connection."""
+    head, body = await response(reader)
+    assert b" 400 " in head.splitlines()[0]
+    assert b"connection: close" in head
+    assert b"x-sie-error-code: INVALID_INPUT" in head
+    async with asyncio.timeout(5):
+        assert await reader.read() == b""
+    found = json.loads(body)
+    assert found["error"] == found["detail"]
+    assert (found["error"]["reason"], found["error"]["retryable"]) == ("malformed", False)
+    return dict(found["error"])
+
+
+NO_HTTP = {
+    "text": b"hello\r\n\r\n",
+    "tls": bytes.fromhex("16030100c8010000c40303") + b"\0" * 100,
+    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a space in a name": ask("/whole", "GET", "bad name: x"),
+    "nul in a value": ask("/whole", "GET", "x: a\0b"),
+    "bare line feed in a value": b"GET /whole HTTP/1.1\r\nhost: x\r\nx: a\rb\r\n\r\n",
+    "two lengths": ask("/whole", "POST", "content-length: 3", "content-length: 4") + b"abcd",
+    "length and chunks": ask("/whole", "POST", "content-length: 4", "transfer-encoding: chunked") + b"0\r\n\r\n",
+    "a length that is none": ask("/whole", "POST", "content-length: +4") + b"abcd",
+    "a chunk that is none": ask("/echo", "POST", "transfer-encoding: chunked") + b"zz\r\nabc\r\n",
+    "no path": b"GET whole HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a path of other bytes": b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    "connect": b"CONNECT somewhere:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+}
+
+
+async def patient(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads the body first."""
+    while (message := await receive()).get("more_body"):
+        pass
+    if message["type"] == "http.request":
+        await app(scope, receive, send)
+
+
+async def test_what_is_no_http_gets_the_envelope_and_a_closed_connection() -> None:
+    """E5: no plain text. Nothing that was sent is told again."""
+    async with connected(patient) as (_, _, server):
+        for name, sent in NO_HTTP.items():
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(ask("/whole"))
+            assert (await response(reader))[1] == b"0123456789", name
+            writer.write(sent)
+            assert (await refused(reader))["message"] == "this is no HTTP/1.1 request", name
+            writer.close()
+
+
+async def test_a_fault_of_ours_gets_the_envelope_and_the_connection_stays() -> None:
+    """E5."""
+    async with connected() as (reader, writer, _):
+        writer.write(ask("/raises"))
+        head, body = await response(reader)
+        assert (b" 500 " in head, json.loads(body)["code"]) == (True, "INTERNAL_ERROR")
+        assert b"before the head" not in body
+        writer.write(ask("/whole"))
+        assert (await response(reader))[1] == b"0123456789"
+
+
+async def test_what_follows_a_running_request_never_stands_for_its_answer() -> None:
+    """1. a request runs; 2. garbage comes behind it; 3. its own answer arrives, and the connection closes."""
+    go_on = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await go_on.wait()
+        await reply(send, 200, b"mine")
+
+    async with connected(slow) as (reader, writer, _):
+        writer.write(ask("/"))
+        await writer.drain()
+        writer.write(b"garbage\r\n\r\n")
+        await asyncio.sleep(0.05)
+        go_on.set()
+        head, body = await response(reader)
+        assert (b" 200 " in head, body) == (True, b"mine")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 5000])
+@pytest.mark.parametrize(
+    "endless",
+    [b"GET /whole HTTP/1.1\r\nx: " + b"y" * 400_000, b"GET /" + b"y" * 400_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000],
+    ids=["value", "path", "count"],
+)
+async def test_a_head_that_is_too_large_is_refused_whether_it_ends_or_not(endless: bytes, piece: int) -> None:
+    for ending in (b"", b"\r\n\r\n"):
+        async with connected() as (reader, writer, _):
+            sent = endless + ending
+            for start in range(0, len(sent), piece):
+                writer.write(sent[start : start + piece])
+                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                with contextlib.suppress(ConnectionError):  # what was not read yet resets it
+                    arrived = await reader.read()
+                    assert b"larger than 65536 bytes" in arrived or not arrived
+
+
+async def test_a_head_of_just_the_allowed_size_passes_and_a_body_is_no_head() -> None:
+    async with connected(patient) as (reader, writer, _):
+        for _ in range(3):
+            writer.write(ask("/whole", "POST", "x: " + "y" * (MAX_HEAD_BYTES - 200), "content-length: 1000000"))
+            writer.write(b"z" * 1_000_000)
+            assert (await response(reader))[1] == b"0123456789"
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.03])
+async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
+    """Slow-loris: nothing more, or a byte now and then. An idle connection beside it stays."""
+    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    async with connected() as (reader, writer, server):
+        idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        idle_writer.write(ask("/whole"))
+        await response(idle_reader)
+        writer.write(ask("/whole"))
+        await response(reader)
+
+        async def dripping() -> None:
+            for byte in b"GET /whole HTTP/1.1\r\nx: " + b"y" * 1000:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(pause_s)
+
+        drip = asyncio.create_task(dripping()) if pause_s else None
+        if drip is None:
+            writer.write(b"GET /whole HT")
+        assert "not complete within 0.3 s" in str((await refused(reader))["message"])
+        if drip is not None:
+            drip.cancel()
+        idle_writer.write(ask("/whole"))
+        assert (await response(idle_reader))[1] == b"0123456789"
+        idle_writer.close()
+
+
+async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. a client asks for 16 MiB and reads none of it; 2. the connection is reset; 3. one that reads slowly gets it all."""
+    monkeypatch.setattr(http, "WRITE_S", 0.4)
+    async with connected() as (reader, writer, server):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(ask("/large"))
+        slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        slow_writer.write(ask("/large"))
+        size, head = 0, b""
+        async with asyncio.timeout(20):
+            while size < LARGE:
+                piece = await slow_reader.read(1 << 20)
+                assert piece, "it was cut"
+                head = head or piece[:200]
+                size += len(piece)
+                await asyncio.sleep(0.02)
+        assert b" 200 " in head
+        slow_writer.close()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        async with asyncio.timeout(5):
+            arrived = 0
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(1 << 20):
+                    arrived += len(piece)
+        assert arrived < LARGE
+
+
+async def test_an_upgrade_that_nobody_speaks_is_answered_as_a_request_and_closes() -> None:
+    async with connected() as (reader, writer, _):
+        writer.write(ask("/whole", "GET", "connection: Upgrade, HTTP2-Settings", "upgrade: h2c") + ask("/whole"))
+        assert (await response(reader))[1] == b"0123456789"
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+
+
+async def test_one_connection_too_many_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there stay; one that leaves makes room."""
+    monkeypatch.setattr(http, "most_connections", lambda: 2)
+    async with connected() as (reader, writer, server):
+        _, second = await asyncio.open_connection("127.0.0.1", server.port)
+        third, refused_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head, body = await response(third)
+        assert (b" 503 " in head, b"retry-after: 1" in head, json.loads(body)["code"]) == (True, True, "QUEUE_FULL")
+        refused_writer.close()
+        writer.write(ask("/whole"))
+        assert (await response(reader))[1] == b"0123456789"
+        second.close()
+        await second.wait_closed()
+        fourth, again = await asyncio.open_connection("127.0.0.1", server.port)
+        again.write(ask("/whole"))
+        assert (await response(fourth))[1] == b"0123456789"
+        again.close()
+
+
+async def test_garbage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """B10."""
+    caplog.set_level(logging.INFO)
+    async with connected() as (_, _, server):
+        for _ in range(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"secret-garbage\r\n\r\n")
+            await refused(reader)
+            writer.close()
+    assert sum("refused" in record.getMessage() for record in caplog.records) <= 1
+    assert sum(record.levelno >= logging.WARNING for record in caplog.records) == 0
+    assert "secret" not in caplog.text

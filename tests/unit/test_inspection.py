@@ -24,7 +24,7 @@ from sie_adapter.inspection import Inspection, inspect
 from sie_adapter.lanes import Job
 from sie_cli.main import main
 from sie_cli.models import answers
-from sie_config.store import wanted_models
+from sie_config.overlay import wanted_models
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
@@ -180,6 +180,17 @@ def test_a_token_classifier(tmp_path: Path, engine: Engine) -> None:
     assert places == [(each["start"], each["end"], each["entity_group"]) for each in expected]
 
 
+def test_a_text_classifier(tmp_path: Path, engine: Engine) -> None:
+    folder = build_head(tmp_path / "classes", "bert", AutoModelForSequenceClassification, ["good", "bad"])
+    report = inspect(folder, "a/b", {"path": str(folder)})
+    assert any("head.activation softmax" in line for line in report.assumed)  # what a score of two labels needs
+    entry = inspected(folder)
+    assert (entry.family, entry.outputs, entry.max_tokens) == ("text-classifier", {"classifications": 0}, MAX_TOKENS)
+    (found,) = run(engine, entry, "extract", TEXTS[:1])
+    (expected,) = pipeline("text-classification", model=str(folder), device="cpu", top_k=None)(TEXTS[:1])
+    assert [each["label"] for each in found["classifications"]] == [each["label"] for each in expected]
+
+
 def test_a_gliner_folder(tmp_path: Path, engine: Engine) -> None:
     folder = gliner_checkpoints.gliner_folder(tmp_path / "gliner", max_len=64)
     entry = inspected(folder)
@@ -282,10 +293,6 @@ def language_model(folder: Path) -> None:
     build(folder, ARCHITECTURES["qwen2 causal"], head=AutoModelForCausalLM)
 
 
-def fixed_labels(folder: Path) -> None:
-    build_head(folder, "bert", AutoModelForSequenceClassification, ["good", "bad"])
-
-
 @pytest.mark.parametrize(
     ("make", "error_class", "text"),
     [
@@ -295,7 +302,6 @@ def fixed_labels(folder: Path) -> None:
         (half_written, "INCOMPATIBLE", "is not JSON"),
         (remote, "INCOMPATIBLE", "'new'.*org/code--modeling.NewModel"),
         (language_model, "INCOMPATIBLE", "language model"),
-        (fixed_labels, "INCOMPATIBLE", "good, bad"),
     ],
 )
 def test_what_is_no_model_here_says_what_is_missing(make: Callable[[Path], None], error_class: str, text: str, tmp_path: Path) -> None:

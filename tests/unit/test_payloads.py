@@ -6,29 +6,25 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote
 
-import httpx
 import pytest
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
+from object_stores import S3, Place
 
-from sie_cli.embedded import free_port
 from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
 from sie_contracts.messages import Input, Payload, RunOptions, WorkItem
-from sie_contracts.payloads import PayloadMissing, PayloadStore, StoreError, open_store
+from sie_contracts.payloads import PayloadMissing, PayloadStore, open_store
 from sie_contracts.settings import SettingError, StoreUrl, store_url
+from sie_contracts.stores import StoreError
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_sidecar.fetching import Fetching
@@ -37,7 +33,6 @@ from sie_sidecar.held import Held
 STREAM = "WORK__default"
 MAX_AGE_S = 720.0
 WORDS = "hello world "
-KEY, SECRET = "somebody", "something"
 
 
 # the URL
@@ -81,74 +76,10 @@ def test_what_names_no_store_is_refused(url: str) -> None:
 # stores, the same cases on each
 
 
-@dataclass
-class S3:
-    """A real object store that speaks S3, in a process of its own."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def pause(self) -> None:
-        """Stop answering without closing a connection."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def s3_server(folder: Path) -> Iterator[S3]:
-    keys = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
-    (folder / "s3.json").write_text(json.dumps({"identities": [keys]}))
-    ports = {f"-{part}.port{kind}": free_port() for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")}
-    argv = [
-        str(Path(sys.executable).with_name("weed")), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
-        f"-s3.config={folder / 's3.json'}", "-volume.max=4", "-master.volumeSizeLimitMB=64", "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-        *(f"{name}={port}" for name, port in ports.items()),
-    ]  # fmt: skip
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = S3(f"http://127.0.0.1:{ports['-s3.port']}", process)
-    try:
-        deadline_s = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(server.url, trust_env=False).status_code in (200, 403):
-                    break
-            assert process.poll() is None, "the store did not start"
-            assert time.monotonic() < deadline_s, "the store did not answer"
-            time.sleep(0.05)
-        yield server
-    finally:
-        server.resume()
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as environ:
-        for name, value in (
-            ("AWS_ENDPOINT_URL", server.url), ("AWS_ACCESS_KEY_ID", KEY), ("AWS_SECRET_ACCESS_KEY", SECRET), ("AWS_REGION", "us-east-1"),
-        ):  # fmt: skip
-            environ.setenv(name, value)
-        asyncio.run(_bucket_is_there())
-        yield server
-
-
-async def _bucket_is_there() -> None:
-    """The first object makes the bucket, once the store has found its volumes."""
-    deadline_s = time.monotonic() + 60
-    while True:
-        try:
-            await opened("s3://payloads").put(b"first", period=0, timeout_s=5)
-        except StoreError:
-            if time.monotonic() > deadline_s:
-                raise
-            await asyncio.sleep(0.1)
-        else:
-            return
+@pytest.fixture
+def s3(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    Place.at(seaweed, monkeypatch)
+    return seaweed
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -156,7 +87,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "folder":
         return str(tmp_path / "payloads")
     request.getfixturevalue("s3")
-    return f"s3://payloads/{tmp_path.name}"
+    return f"s3://bucket/{tmp_path.name}"
 
 
 def opened(url: str) -> PayloadStore:
@@ -219,7 +150,7 @@ def test_a_folder_is_private_and_one_that_cannot_be_is_a_start_error(tmp_path: P
 
 
 async def test_a_store_that_does_not_answer_ends_at_the_time_out(s3: S3) -> None:
-    store = opened("s3://payloads/stopped")
+    store = opened("s3://bucket/stopped")
     s3.pause()
     try:
         began_s = time.monotonic()
@@ -472,9 +403,10 @@ async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_th
         assert await without.metric("sie_settlements_total", outcome="handed_back") == 4
 
 
+@pytest.mark.serial
 async def test_a_blocked_store_delays_no_other_work(tmp_path: Path, s3: S3) -> None:
     """S17: the store stands still; texts of the same model, and of another, are answered as before, and the large one after it."""
-    url = f"s3://payloads/{tmp_path.name}"
+    url = f"s3://bucket/{tmp_path.name}"
     async with cluster(tmp_path, url) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
         first = asyncio.create_task(gateway.encode(WORDS * 10_000))

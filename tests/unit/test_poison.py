@@ -136,7 +136,7 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
     other = msgspec.structs.replace(item, request="other", revision="another")
     await cluster.broker.publish(topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(other), "other")
     result = await cluster.result(other)
-    assert reasons(result) == ["NOT_READY"]
+    assert reasons(result) == ["NOT_READY config_changed"]
     await cluster.left(0)
     (letter,) = await cluster.letters()
     assert (letter.error.code, letter.deliveries) == ("NOT_READY", 5)

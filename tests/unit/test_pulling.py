@@ -87,6 +87,17 @@ async def test_a_consumer_that_is_gone_without_a_notice_is_forgotten(broker: Mem
     await taking.pulling.stop()
 
 
+async def test_a_reconnect_before_the_start_pulls_nothing(broker: MemoryBroker) -> None:
+    """The broker may come back while the worker still starts: nobody would renew what came then."""
+    taking = Taking(broker)
+    await publish(broker, "interactive", 1)
+    await taking.pulling.look()
+    assert not taking.pulling._pulls.outstanding(topology.work_consumer(LANE, "interactive", "m", 10.0).name)
+    await taking.pulling.start()
+    await until(lambda: taking.taken, "the work")
+    await taking.pulling.stop()
+
+
 # ---- the whole worker
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 import sie_sdk
 from sie_contracts import arrays, errors
-from sie_sdk import core
-from sie_sdk.core import Pause, Plan, Policy, Received, Send, Session, TransportFailed
+from sie_sdk import SIEClient, transport, verbs
+from sie_sdk.core import Answered, Hedges, Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
 
 
 def refused(code: str, status: int, *, retryable: bool, retry_after_s: int | None = None) -> Received:
@@ -22,29 +23,101 @@ def refused(code: str, status: int, *, retryable: bool, retry_after_s: int | Non
 
 def answered(count: int) -> Received:
     slots = [{"dense": {"dims": 2, "dtype": "float32", "values": arrays.pack(np.array([n, 1], np.float32))}} for n in range(count)]
-    body = {"model": "m", "items": slots, "timing": {"total_ms": 1.0}, "usage": {"prompt_tokens": 3}, "fingerprint": "f"}
-    return Received(200, {"x-sie-request-id": "r2"}, msgspec.msgpack.encode(body))
+    return replied(items=slots)
 
 
-def plan(items: list[str], policy: Policy | None = None) -> Plan[list[sie_sdk.EncodeResult]]:
-    return core.encode("org/model:fast", items, {}, Session("secret", 2.5, policy or Policy()))
+SHARED = {
+    "model": "m",
+    "timing": {"total_ms": 1.0},
+    "usage": {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []},
+    "fingerprint": "f",
+}
 
 
-def test_a_request_carries_key_deadline_and_an_escaped_model() -> None:
-    step = next(plan(["a"]))
+def replied(**body: object) -> Received:
+    return Received(200, {"x-sie-request-id": "r2"}, msgspec.msgpack.encode({**SHARED, **body}))
+
+
+def plan(items: list[str], **options: object) -> Plan[list[sie_sdk.EncodeResult]]:
+    session = Session.of({"api_key": "secret", "timeout_s": 2.5})
+    return verbs.encode("org/model:fast", items, options, session)
+
+
+def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, object]], object]:
+    """What a plan sends, answered with `replies` in order, and what it returns. Parts run one after the other; other steps are done."""
+    given, sent = iter(replies), []
+
+    def drive(steps: Plan[object]) -> object:
+        reply: object = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as end:
+                return end.value
+            reply = None
+            if isinstance(step, Send):
+                sent.append({"path": step.path, **msgspec.msgpack.decode(step.body)})
+                reply = next(given)
+            elif isinstance(step, Together):
+                reply = [drive(each) for each in step.plans]
+            elif isinstance(step, Work):
+                reply = step.function()
+            else:
+                assert isinstance(step, Answered)
+
+    result = drive(steps)
+    assert next(given, None) is None, "it wants fewer"
+    return sent, result
+
+
+def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
+    options = {"gpu": "eval/l4", "pool": "eval", "priority": "bulk", "explain": True, "strict": True, "headers": {"X-Request-ID": "mine"}}
+    step = next(plan(["a"], **options))
     assert isinstance(step, Send)
     assert step.path == "/v1/encode/org/model:fast"
-    assert step.headers["authorization"] == "Bearer secret"
-    assert step.headers["x-sie-timeout-ms"] == "2500"
+    assert dict(step.headers) == {
+        "accept": "application/msgpack", "content-type": "application/msgpack", "x-sie-sdk-version": sie_sdk.__version__,
+        "authorization": "Bearer secret", "x-sie-timeout-ms": "2500", "x-sie-machine-profile": "eval/l4", "x-sie-pool": "eval",
+        "x-sie-priority": "bulk", "x-sie-explain": "1", "x-sie-strict": "true", "x-request-id": "mine",
+    }  # fmt: skip
     assert msgspec.msgpack.decode(step.body) == {"items": ["a"], "params": {}}
 
 
+def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameters() -> None:
+    session = Session.of({"gpu": "l4", "timeout_s": 300, "hedge_after_s": 1.0})
+    step = next(verbs.encode("m", ["a"], {"gpu": "a100", "pool": None, "timeout_s": None, "is_query": True, "hedge_after_s": 0.5}, session))
+    assert isinstance(step, Send)
+    assert (step.headers["x-sie-machine-profile"], step.hedge_after_s) == ("a100", 0.5)
+    assert step.within_s > 300, "the server's own deadline comes first"
+    assert msgspec.msgpack.decode(step.body)["params"] == {"is_query": True}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": "urgent"}, {"concurrency": 0}, {"concurrency": 2.5},
+         {"part_tokens": float("nan")}, {"timeout_s": -1}, {"headers": {"x-a": "b\r\nc: d"}},
+        {"api_key": "secret\nkey"}, {"hedge_after_s": "1"}, {"pool": "ü"},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_meant_are_named_and_secrets_are_not(wrong: dict[str, object]) -> None:
+    with pytest.raises(sie_sdk.InvalidInputError) as caught:
+        Session.of(wrong)
+    (name,) = wrong
+    assert {"headers": "x-a", "api_key": "authorization", "pool": "x-sie-pool"}.get(name, name) in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "secret" not in repr(Session.of({"api_key": "secret", "headers": {"cookie": "secret"}}))
+    with pytest.raises(TypeError, match="colour"):
+        Session.of({"colour": "red"})
+
+
 def test_results_are_writable_arrays_with_timing() -> None:
-    steps = plan(["a", "b"])
-    next(steps)
-    with pytest.raises(StopIteration) as end:
-        steps.send(answered(2))
-    first, second = end.value.value
+    _, results = outcome(plan(["a", "b"]), answered(2))
+    first, second = results  # type: ignore[misc]
+    for result in (first, second):
+        assert result["dense"].flags.writeable
+        assert result["dense"].flags.owndata, "and no other array sees what is written"
+        assert result["dense"].flags.aligned
     second["dense"][0] = 9
     assert (first["dense"].dtype, second["dense"].tolist()) == (np.float32, [9, 1])
     assert (first["timing"], first["fingerprint"], first["request_id"]) == ({"total_ms": 1.0}, "f", "r2")
@@ -52,13 +125,56 @@ def test_results_are_writable_arrays_with_timing() -> None:
 
 def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
     """E19"""
-    steps = plan(["x"] * (core.MAX_ITEMS + 3))
-    sizes = [len(msgspec.msgpack.decode(next(steps).body)["items"])]  # type: ignore[union-attr]
-    sizes.append(len(msgspec.msgpack.decode(steps.send(answered(sizes[0])).body)["items"]))  # type: ignore[union-attr]
-    with pytest.raises(StopIteration) as end:
-        steps.send(answered(sizes[1]))
-    assert sizes == [core.MAX_ITEMS, 3]
-    assert len(end.value.value) == core.MAX_ITEMS + 3
+    count = verbs.MAX_ITEMS + 3
+    sent, results = outcome(plan(["x"] * count), answered(verbs.MAX_ITEMS), answered(3))
+    assert [len(each["items"]) for each in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
+    assert [each["dense"][0] for each in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
+    assert results[0]["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": []}  # type: ignore[index]
+
+
+def test_parts_are_bounded_by_tokens_and_one_item_may_be_more() -> None:
+    texts = ["a" * 40, "b" * 40, "c" * 400, "d" * 4, "ü" * 20]  # 12, 12, 102, 3 and 12 estimated tokens
+    sent, _ = outcome(plan(texts, part_tokens=24), answered(2), answered(1), answered(2))
+    assert [each["items"] for each in sent] == [texts[:2], texts[2:3], texts[3:]]
+
+
+def test_no_part_is_larger_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "PART_BYTES", 100)
+    items = [{"document": b"%PDF-" + b"x" * 45}] * 5
+    sent, _ = outcome(verbs.extract("m", items, {}, Session()), *(replied(items=[{}] * count) for count in (2, 2, 1)))  # type: ignore[arg-type]
+    assert [len(each["items"]) for each in sent] == [2, 2, 1]  # type: ignore[arg-type]
+
+
+def test_only_the_parts_under_way_are_made_ready() -> None:
+    """A file is read when its part is sent, so a long list of files does not fill memory."""
+    read = []
+
+    class File:
+        def read(self) -> bytes:
+            read.append(1)
+            return b"%PDF-"
+
+    steps = verbs.encode("m", [{"document": File()} for _ in range(10)], {}, Session.of({"part_tokens": 2000}))  # type: ignore[typeddict-item]
+    work = next(steps)
+    assert isinstance(work, Work)
+    together = steps.send(work.function())
+    assert isinstance(together, Together)
+    assert len(read) == 2, "the first part, and the item that did not fit"
+    next(together.plans)
+    next(together.plans)
+    assert len(read) == 3
+
+
+def test_work_that_takes_long_is_asked_for_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop is not held up by files, large bodies and large replies."""
+    monkeypatch.setattr(verbs, "ASIDE_BYTES", 10)
+    steps = plan(["a text of more than ten bytes"])
+    encoding = next(steps)
+    assert isinstance(encoding, Work)
+    assert isinstance(steps.send(encoding.function()), Send)
+    decoding = steps.send(answered(1))
+    assert isinstance(decoding, Work)
+    assert isinstance(steps.send(decoding.function()), Answered)
 
 
 def test_a_retryable_error_is_waited_out_as_long_as_the_server_says() -> None:
@@ -68,12 +184,11 @@ def test_a_retryable_error_is_waited_out_as_long_as_the_server_says() -> None:
     assert isinstance(pause, Pause)
     assert 3.0 <= pause.seconds <= 5.0
     assert isinstance(steps.send(None), Send)
-    with pytest.raises(StopIteration):
-        steps.send(answered(1))
+    assert steps.send(answered(1)) == Answered(1)
 
 
 def test_patience_ends_with_the_class_of_the_last_cause() -> None:
-    steps = plan(["a"], Policy(capacity_budget_s=6))
+    steps = plan(["a"], capacity_budget_s=6)
     next(steps)
     steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
     steps.send(None)
@@ -83,14 +198,129 @@ def test_patience_ends_with_the_class_of_the_last_cause() -> None:
 
 
 def test_not_waiting_for_capacity_waits_for_nothing() -> None:
-    steps = plan(["a"], Policy(wait_for_capacity=False))
+    steps = plan(["a"], wait_for_capacity=False)
     next(steps)
     with pytest.raises(sie_sdk.QueueFullError):
         steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=1))
 
 
+def test_not_waiting_is_not_waiting_for_a_connection_either() -> None:
+    steps = plan(["a"], wait_for_capacity=False)
+    next(steps)
+    with pytest.raises(sie_sdk.SIEConnectionError) as caught:
+        steps.send(TransportFailed(ConnectionRefusedError("nobody there")))
+    assert caught.value.retryable
+
+
+def test_a_quota_is_waited_for_as_the_server_says() -> None:
+    steps = plan(["a"])
+    next(steps)
+    pause = steps.send(refused("RATE_LIMITED", 429, retryable=True, retry_after_s=40))
+    assert isinstance(pause, Pause)
+    assert (30 <= pause.seconds <= 50, pause.cause, 845 <= pause.remaining_s <= 870) == (True, "RATE_LIMITED", True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (refused("INFERENCE_ERROR", 500, retryable=False), sie_sdk.InferenceError),
+        (refused("MODEL_LOAD_FAILED", 502, retryable=False), sie_sdk.ModelLoadFailedError),
+        (refused("BUNDLE_CONFLICT", 409, retryable=False), sie_sdk.BundleConflictError),
+        (Received(500, {}, b"oops"), sie_sdk.ServerError),
+        (Received(301, {"location": "https://x"}, b""), sie_sdk.ServerError),
+    ],
+)
+def test_only_what_the_server_calls_retryable_is_sent_again(answer: Received, kind: type[sie_sdk.SIEError]) -> None:
+    steps = plan(["a"])
+    next(steps)
+    with pytest.raises(kind):
+        steps.send(answer)
+
+
+def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
+    """A gateway behind a balancer is restarted: the balancer answers, not SIE."""
+    steps = plan(["a"], connection_budget_s=1.3)
+    next(steps)
+    pause = steps.send(Received(503, {"retry-after": "600"}, b"<html>no upstream</html>"))
+    assert isinstance(pause, Pause)
+    assert pause.seconds <= 1.25
+    next(steps)
+    with pytest.raises(sie_sdk.ServerError, match="503"):
+        steps.send(Received(503, {}, b""))
+
+
+@pytest.mark.parametrize(("told", "least_s", "most_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)])
+def test_a_retry_after_that_is_no_number_of_seconds_means_five(told: str, least_s: float, most_s: float) -> None:
+    steps = plan(["a"])
+    next(steps)
+    pause = steps.send(Received(503, {"retry-after": told, "x-should-retry": "true", "x-sie-error-code": "QUEUE_FULL"}, b""))
+    assert isinstance(pause, Pause)
+    assert least_s <= pause.seconds <= most_s
+
+
+def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:
+    """O6"""
+    steps = plan(["a"])
+    pauses = []
+    for _ in range(5):
+        assert isinstance(next(steps), Send)
+        pause = steps.send(refused("GATEWAY_TIMEOUT", 504, retryable=True, retry_after_s=5))
+        assert isinstance(pause, Pause)
+        pauses.append(pause.seconds)
+    for pause_s, expected_s in zip(pauses, (5, 10, 20, 30, 30), strict=True):
+        assert 0.75 * expected_s <= pause_s <= 1.25 * expected_s
+
+
+def test_the_last_cause_is_chained_to_the_one_before_and_says_how_long_it_took() -> None:
+    steps = plan(["a"], capacity_budget_s=6)
+    next(steps)
+    steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
+    next(steps)
+    with pytest.raises(sie_sdk.QueueFullError, match=r"QUEUE_FULL: no \(attempt 2, after \d+ s\)") as caught:
+        steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=4))
+    assert isinstance(caught.value.__cause__, sie_sdk.ModelLoadingError)
+
+
+def test_patience_for_a_connection_and_for_capacity_are_two() -> None:
+    steps = plan(["a"], connection_budget_s=3, capacity_budget_s=100)
+    for _ in range(3):
+        next(steps)
+        steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=5))
+    next(steps)
+    assert isinstance(steps.send(TransportFailed(ConnectionResetError(), elapsed_s=0.0)), Pause)
+
+
+def test_an_answer_to_one_part_renews_the_patience_of_the_others() -> None:
+    """A list of hours may meet many short waits; what ends it is a time in which nothing was answered."""
+    together = next(plan(["a" * 40] * 3, part_tokens=12, capacity_budget_s=8))
+    assert isinstance(together, Together)
+    first, second, _ = together.plans
+    waiting = refused("QUEUE_FULL", 503, retryable=True, retry_after_s=6)
+    next(first)
+    assert isinstance(first.send(waiting), Pause)
+    next(second)
+    second.send(answered(1))
+    next(first)
+    assert isinstance(first.send(waiting), Pause), "without the other's answer this would be the end"
+    next(first)
+    with pytest.raises(sie_sdk.QueueFullError):
+        first.send(waiting)
+
+
+def test_hedges_are_one_and_then_one_for_each_five_requests() -> None:
+    hedges = Hedges()
+    assert (hedges.take(), hedges.take()) == (True, False)
+    for _ in range(5):
+        assert not hedges.take()
+        hedges.sent()
+    assert (hedges.take(), hedges.take()) == (True, False)
+    for _ in range(1000):
+        hedges.sent()
+    assert [hedges.take() for _ in range(11)] == [True] * 10 + [False]
+
+
 def test_time_spent_waiting_for_answers_counts_against_patience() -> None:
-    steps = plan(["a"], Policy(connection_budget_s=120))
+    steps = plan(["a"], connection_budget_s=120)
     next(steps)
     with pytest.raises(sie_sdk.SIEConnectionError):
         steps.send(TransportFailed(TimeoutError("read"), elapsed_s=150))
@@ -110,7 +340,7 @@ def test_what_can_never_be_sent_is_not_tried_again() -> None:
 
 def test_a_broken_connection_is_tried_again_and_then_named() -> None:
     """E3: a wrong host ends in a connection error that names its cause."""
-    steps = plan(["a"], Policy(connection_budget_s=0.5))
+    steps = plan(["a"], connection_budget_s=0.5)
     next(steps)
     with pytest.raises(sie_sdk.SIEConnectionError, match="ConnectionRefusedError") as caught:
         steps.send(TransportFailed(ConnectionRefusedError("nobody there")))
@@ -121,19 +351,14 @@ def test_a_broken_connection_is_tried_again_and_then_named() -> None:
     ("code", "status", "kind"),
     [
         ("MODEL_NOT_FOUND", 404, sie_sdk.ModelNotFoundError),
-        ("INVALID_INPUT", 400, sie_sdk.RequestError),
-        ("UNAUTHENTICATED", 401, sie_sdk.AuthenticationError),
-        ("PERMISSION_DENIED", 403, sie_sdk.AuthenticationError),
-        ("INFERENCE_ERROR", 500, sie_sdk.ServerError),
-        ("MODEL_LOAD_FAILED", 502, sie_sdk.ModelLoadFailedError),
-        ("LORA_LOADING", 503, sie_sdk.LoraLoadingError),
-        ("LORA_LOAD_FAILED", 502, sie_sdk.LoraLoadFailedError),
         ("UNHEARD_OF", 500, sie_sdk.ServerError),
-        ("GATEWAY_TIMEOUT", 504, sie_sdk.RequestTimeoutError),
         ("SOMETHING_NEW", 418, sie_sdk.RequestError),
+        ("SOMETHING_NEW", 404, sie_sdk.NotFoundError),
+        ("SOMETHING_NEW", 429, sie_sdk.RateLimitedError),
+        ("SOMETHING_NEW", 301, sie_sdk.ServerError),
     ],
 )
-def test_each_code_has_its_class(code: str, status: int, kind: type[sie_sdk.SIEError]) -> None:
+def test_an_answer_has_the_class_of_its_code_else_of_its_status(code: str, status: int, kind: type[sie_sdk.SIEError]) -> None:
     steps = plan(["a"])
     next(steps)
     with pytest.raises(kind) as caught:
@@ -142,9 +367,42 @@ def test_each_code_has_its_class(code: str, status: int, kind: type[sie_sdk.SIEE
     assert caught.value.details["suggestions"] == ["a"]
 
 
-@pytest.mark.parametrize("leaf", errors.catalogue())
-def test_every_error_of_the_server_has_a_client_class(leaf: type[errors.SIEError]) -> None:
-    assert issubclass(sie_sdk.errors.error_class(leaf.code, leaf.status), sie_sdk.SIEError)
+@pytest.mark.parametrize("leaf", errors.catalogue(), ids=lambda leaf: leaf.code)
+def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(leaf: type[errors.SIEError]) -> None:
+    """Word for word what the server answers, for as long as it answers so."""
+    error = leaf("why", reason="a_reason", param="items[3].text", extras={"limit": 7})
+    body = errors.envelope(error, "r9", [{"index": 0, "code": leaf.code}])
+    headers = {"x-sie-error-code": leaf.code, "x-should-retry": str(error.retryable).lower(), "retry-after": "1"}
+    steps = plan(["a"], wait_for_capacity=False)
+    next(steps)
+    with pytest.raises(sie_sdk.SIEError, match=f"{leaf.code}: why") as caught:
+        steps.send(Received(error.status, headers, json.dumps(body).encode()))
+    told = caught.value
+    assert type(told) is sie_sdk.errors.codes()[leaf.code]
+    assert (told.code, told.status, told.reason, told.param, told.request_id, told.retryable) == (
+        leaf.code, error.status, "a_reason", "items[3].text", "r9", error.retryable,
+    )  # fmt: skip
+    assert (told.details["limit"], told.details["errors"]) == (7, [{"index": 0, "code": leaf.code}])
+
+
+def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
+    assert sie_sdk.errors.codes().keys() == {leaf.code for leaf in errors.catalogue()}
+    assert all(kind.__name__ in sie_sdk.__all__ and code in (sie_sdk.errors.__doc__ or "") for code, kind in sie_sdk.errors.codes().items())
+
+
+def test_the_page_of_the_client_has_every_code_beside_its_class() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sdk.md").read_text("utf-8")
+    assert all(f"| `{code}` | `{kind.__name__}` |" in page for code, kind in sie_sdk.errors.codes().items())
+
+
+def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
+    body = {"error": {"code": "INVALID_INPUT", "message": "items[1].text: too long", "param": "items[1].text"},
+            "errors": [{"index": 1, "code": "INVALID_INPUT", "message": "items[1].text: too long"}]}  # fmt: skip
+    steps = plan(["a" * 40] * 4, part_tokens=24, on_item_error="fail")
+    with pytest.raises(sie_sdk.InvalidInputError, match=r"INVALID_INPUT: items\[3\].text: too long") as caught:
+        outcome(steps, answered(2), Received(400, {}, json.dumps(body).encode()))
+    assert caught.value.param == "items[3].text"
+    assert caught.value.details["errors"] == [{"index": 3, "code": "INVALID_INPUT", "message": "items[3].text: too long"}]
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({"items": [{"dense": 3}]})])
@@ -164,7 +422,7 @@ def provisioning() -> Received:
 
 
 def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
-    steps = plan(["a"], Policy(capacity_budget_s=8))
+    steps = plan(["a"], capacity_budget_s=7)
     next(steps)
     pause = steps.send(provisioning())
     assert isinstance(pause, Pause)
@@ -177,42 +435,16 @@ def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
 
 
 def test_an_unreadable_error_still_has_its_status() -> None:
-    steps = plan(["a"])
+    steps = plan(["a"], wait_for_capacity=False)
     next(steps)
     with pytest.raises(sie_sdk.ServerError, match="502") as caught:
         steps.send(Received(502, {}, b"<html>bad gateway</html>"))
-    assert caught.value.status == 502
-
-
-SHARED = {
-    "model": "m",
-    "timing": {"total_ms": 1.0},
-    "usage": {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []},
-    "fingerprint": "f",
-}
-
-
-def replied(**body: object) -> Received:
-    return Received(200, {"x-sie-request-id": "r2"}, msgspec.msgpack.encode({**SHARED, **body}))
-
-
-def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, object]], object]:
-    """What a plan sends, answered with `replies`, and what it returns."""
-    sent = []
-    step = next(steps)
-    for reply in replies:
-        assert isinstance(step, Send)
-        sent.append({"path": step.path, **msgspec.msgpack.decode(step.body)})
-        try:
-            step = steps.send(reply)  # type: ignore[assignment]
-        except StopIteration as end:
-            return sent, end.value
-    raise AssertionError("it wants more")
+    assert (caught.value.status, caught.value.retryable) == (502, True)
 
 
 def test_parameters_are_passed_on_as_they_are() -> None:
     given = {"output_types": ["dense"], "muvera": {"seed": 7}, "lora_id": "org/lora", "options": {"pooling": "cls"}, "truncate": False}
-    (sent,), _ = outcome(core.encode("m", ["a"], given, Session()), answered(1))
+    (sent,), _ = outcome(verbs.encode("m", ["a"], given, Session()), answered(1))
     assert sent == {"path": "/v1/encode/m", "items": ["a"], "params": given}
 
 
@@ -226,7 +458,7 @@ def test_every_output_is_an_array_that_outputs_describes() -> None:
         },
         "multivector": {"token_dims": 2, "num_tokens": 3, "dtype": "float16", "values": arrays.pack(np.zeros((3, 2), np.float16))},
     }  # fmt: skip
-    _, results = outcome(core.encode("m", ["a"], {}, Session()), replied(items=[slot], muvera={"seed": 42}, warnings=["w"]))
+    _, results = outcome(verbs.encode("m", ["a"], {}, Session()), replied(items=[slot], muvera={"seed": 42}, warnings=["w"]))
     (result,) = results  # type: ignore[misc]
     assert result["dense"].tolist() == [127, -3]
     assert result["sparse"]["indices"].dtype == np.int32
@@ -242,7 +474,7 @@ def test_every_output_is_an_array_that_outputs_describes() -> None:
 
 
 def test_an_item_that_failed_carries_its_error_and_no_output() -> None:
-    _, results = outcome(core.encode("m", ["a"], {}, Session()), replied(items=[{"error": {"code": "INVALID_INPUT"}}]))
+    _, results = outcome(verbs.encode("m", ["a"], {}, Session()), replied(items=[{"error": {"code": "INVALID_INPUT"}}]))
     assert results[0]["error"] == {"code": "INVALID_INPUT"}  # type: ignore[index]
     assert results[0]["outputs"] == {}  # type: ignore[index]
 
@@ -253,17 +485,17 @@ def entry(item_id: str, score: float | None, rank: int) -> dict[str, object]:
 
 def test_scores_come_back_as_the_server_ordered_them() -> None:
     entries = [entry("b", 0.9, 0), entry("item-0", 0.5, 1)]
-    steps = core.score("m", {"id": "q", "text": "who"}, ["x", {"id": "b", "text": "y"}], {"lora_id": "l"}, Session())
+    steps = verbs.score("m", {"id": "q", "text": "who"}, ["x", {"id": "b", "text": "y"}], {"lora_id": "l"}, Session())
     (sent,), result = outcome(steps, replied(query_id="q", scores=entries))
     assert sent == {
         "path": "/v1/score/m", "query": {"id": "q", "text": "who"}, "items": ["x", {"id": "b", "text": "y"}], "params": {"lora_id": "l"},
     }  # fmt: skip
-    assert result == {**SHARED, "query_id": "q", "scores": entries, "request_id": "r2"}
+    assert result == {**SHARED, "query_id": "q", "scores": entries, "request_id": "r2", "headers": {"x-sie-request-id": "r2"}}
 
 
 def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """E19: replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order, failures are last."""
-    monkeypatch.setattr(core, "MAX_ITEMS", 3)
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 3)
     items: list[object] = ["a", {"id": "twin", "text": "b"}, "c", {"id": "twin", "text": "d"}, {"id": "item-0", "metadata": {"n": 1}}]
     first = [entry("2", 0.5, 0), entry("0", 0.25, 1), {**entry("1", None, 2), "error": {"code": "X"}}]
     second = [entry("4", 0.75, 0), entry("3", 0.5, 1)]
@@ -271,7 +503,7 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
         {"prompt_tokens": 4, "total_tokens": 4, "truncated_items": [2]},
         {"prompt_tokens": 2, "total_tokens": 2, "truncated_items": [0]},
     ]
-    steps = core.score("m", "q", items, {}, Session())  # type: ignore[arg-type]
+    steps = verbs.score("m", "q", items, {}, Session())  # type: ignore[arg-type]
     sent, result = outcome(steps, replied(scores=first, usage=usages[0]), replied(scores=second, usage=usages[1]))
     assert [[item["id"] for item in each["items"]] for each in sent] == [["0", "1", "2"], ["3", "4"]]  # type: ignore[attr-defined]
     assert [each["query"] for each in sent] == ["q", "q"]
@@ -283,9 +515,9 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
 
 def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """E19"""
-    monkeypatch.setattr(core, "MAX_ITEMS", 2)
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
     slots = [[{"id": "item-0", "entities": []}, {"id": "x", "entities": []}], [{"id": "item-0", "entities": [{"label": "person"}]}]]
-    steps = core.extract("m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session())
+    steps = verbs.extract("m", ["a", {"id": "x", "text": "b"}, "c"], {"labels": ["person"], "threshold": 0.4}, Session())
     sent, results = outcome(steps, *(replied(items=part) for part in slots))
     assert [each["params"] for each in sent] == [{"labels": ["person"], "threshold": 0.4}] * 2
     assert [each["id"] for each in results] == ["item-0", "x", "item-2"]  # type: ignore[attr-defined]
@@ -293,24 +525,63 @@ def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.Mon
 
 
 def test_an_empty_list_needs_no_request_but_a_score_is_the_server_s_to_refuse() -> None:
-    for plan in (core.encode("m", [], {}, Session()), core.extract("m", [], {}, Session())):
+    for plan in (verbs.encode("m", [], {}, Session()), verbs.extract("m", [], {}, Session())):
         with pytest.raises(StopIteration) as end:
             next(plan)
         assert end.value.value == []
-    assert isinstance(next(core.score("m", "q", [], {}, Session())), Send)
+    assert isinstance(next(verbs.score("m", "q", [], {}, Session())), Send)
 
 
-@pytest.mark.parametrize("body", [{}, {"items": 3}, {"items": [3]}, {"scores": [{}]}, {"scores": None}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"items": 3}, {"items": [3]}, {"scores": [{}]}, {"scores": None}, {"items": [], "scores": []},
+        {"items": [{"entities": []}] * 2, "scores": [{"item_id": "7", "score": 1.0, "rank": 0}]},
+        {"items": [{"entities": []}] * 2, "scores": [{"item_id": "0", "score": "high", "rank": 0}]},
+    ],
+)  # fmt: skip
 def test_an_unreadable_score_or_extraction_is_a_server_error(monkeypatch: pytest.MonkeyPatch, body: dict[str, object]) -> None:
-    monkeypatch.setattr(core, "MAX_ITEMS", 1)
-    for steps in (core.score("m", "q", ["a", "b"], {}, Session()), core.extract("m", ["a"], {}, Session())):
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
+    for steps in (verbs.score("m", "q", ["a", "b"], {}, Session()), verbs.extract("m", ["a"], {}, Session())):
         with pytest.raises(sie_sdk.ServerError, match="could not be read"):
             outcome(steps, *[replied(**body)] * 2)
 
 
 def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "MAX_ITEMS", 1)
+    monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
     with pytest.raises(sie_sdk.RequestError, match="got int"):
-        next(core.score("m", "q", ["a", 5], {}, Session()))  # type: ignore[list-item]
+        next(verbs.score("m", "q", ["a", 5], {}, Session()))  # type: ignore[list-item]
     with pytest.raises(sie_sdk.RequestError):
-        next(core.extract("m", ["a"], {"threshold": object()}, Session()))
+        next(verbs.extract("m", ["a"], {"threshold": object()}, Session()))
+
+
+@pytest.mark.parametrize(("wrong", "told"), [(5, "got int"), (None, "got NoneType"), (b"bytes", "got bytes")])
+def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, told: str) -> None:
+    with SIEClient("http://127.0.0.1:9") as client:
+        for call in (client.encode, client.extract, client.rerank):
+            args = ("m", "q", wrong) if call == client.rerank else ("m", wrong)
+            with pytest.raises(sie_sdk.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {told}"):
+                call(*args)
+
+
+def test_one_text_is_one_item_not_its_letters() -> None:
+    assert transport.as_list("abc") == ["abc"]
+    assert transport.as_list({"text": "abc"}) == [{"text": "abc"}]
+    assert transport.as_list(letter for letter in "abc") == ["a", "b", "c"]
+
+
+def test_a_reply_with_fewer_results_than_items_is_refused_not_shifted() -> None:
+    with pytest.raises(sie_sdk.ServerError, match="expected 2, got 1"):
+        outcome(plan(["a", "b"]), answered(1))
+
+
+def test_a_ranking_has_positions_and_documents_and_no_failures() -> None:
+    documents = ["a", {"id": "own", "text": "b"}, "c"]
+    entries = [entry("2", 0.9, 0), entry("1", 0.5, 1), entry("0", 0.1, 2)]
+    steps = verbs.rerank("m", "q", documents, 2, {}, Session())  # type: ignore[arg-type]
+    (sent,), ranked = outcome(steps, replied(scores=entries))
+    assert sent["params"] == {"on_item_error": "fail"}
+    assert ranked == [{"index": 2, "score": 0.9, "document": "c"}, {"index": 1, "score": 0.5, "document": documents[1]}]
+    assert outcome(verbs.rerank("m", "q", [], None, {}, Session())) == ([], [])
+    with pytest.raises(sie_sdk.InvalidInputError, match="top_n"):
+        next(verbs.rerank("m", "q", ["a"], 0, {}, Session()))

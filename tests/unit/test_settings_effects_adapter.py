@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,17 +13,22 @@ import numpy as np
 import pytest
 import torch
 from fake_adapter import toy_entry
+from hub_stub import HubStub
 from inprocess import settings_of
+from object_stores import Place
 from safetensors.torch import save_file
 from unit.adapter import toys
 
 from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_precision
 from sie_adapter.engine import Engine
 from sie_adapter.residency import Residency
+from sie_adapter.weights import Progress
+from sie_adapter.weights.cluster import ClusterCache
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.settings import SettingError
+from sie_contracts.weights import MANIFEST, describe, encode
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_ENTRY = parse_entry({
@@ -94,30 +100,21 @@ def test_the_default_precision_holds_for_models_without_their_own(precision: str
 
 
 def snapshot(cache: Path) -> Path:
-    """A fake download of the entry's weights, where the hub's client keeps them."""
+    """A complete snapshot of the entry's weights."""
     folder = cache / "hub" / "models--org--model" / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
+    (folder / MANIFEST).write_bytes(encode(describe(folder, "org/model", COMMIT)))
     return folder
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A hub that notes every download and has nothing; what is cached is found as always."""
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    real, asked = huggingface_hub.snapshot_download, []
-
-    def stub(repository: str, **options: Any) -> str:
-        if options.get("local_files_only"):
-            return str(real(repository, **options))
-        asked.append({"repository": repository, **options})
-        raise LocalEntryNotFoundError("the hub of this test has nothing")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", stub)
-    return asked
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
+    """A hub that notes every request and refuses it."""
+    with HubStub(status=404).serving() as stub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stub.url)
+        yield stub
 
 
 def weights_of(entry: ModelEntry, **environ: str) -> Path | str:
@@ -129,7 +126,7 @@ def weights_of(entry: ModelEntry, **environ: str) -> Path | str:
             return f"{error.extras['error_class']}: {error.message}"
 
 
-def test_weights_are_looked_up_in_the_local_cache_first(tmp_path: Path, hub: list[dict[str, Any]]) -> None:
+def test_weights_are_looked_up_in_the_local_cache_first(tmp_path: Path, hub: HubStub) -> None:
     """SIE_LOCAL_CACHE: it wins over HF_HOME, and an empty one with downloads off is a typed failure."""
     cached = snapshot(tmp_path / "a")
     full, empty = {"SIE_LOCAL_CACHE": str(tmp_path / "a")}, {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
@@ -137,26 +134,46 @@ def test_weights_are_looked_up_in_the_local_cache_first(tmp_path: Path, hub: lis
     missing = weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "a"), SIE_HF_FALLBACK="false", **empty)
     assert str(missing).startswith("NOT_FOUND: ")
     assert "SIE_LOCAL_CACHE" in str(missing)
-    assert hub == []
+    assert hub.asked == []
 
 
-def test_the_local_cache_is_hf_home_where_it_is_not_set(tmp_path: Path, hub: list[dict[str, Any]]) -> None:
+def test_the_local_cache_is_hf_home_where_it_is_not_set(tmp_path: Path, hub: HubStub) -> None:
     """HF_HOME: read, and downloads go below it."""
     cached = snapshot(tmp_path / "a")
     assert weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "a")) == cached
-    weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "b"))
-    assert [call["cache_dir"] for call in hub] == [tmp_path / "b" / "hub"]
+    assert hub.asked == []
+    hub.status, hub.commit = 0, COMMIT
+    hub.add("org/model", cached)
+    assert weights_of(HUB_ENTRY, HF_HOME=str(tmp_path / "b")) == tmp_path / "b" / cached.relative_to(tmp_path / "a")
 
 
-def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: list[dict[str, Any]]) -> None:
+def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub: HubStub, place: Place) -> None:
+    """SIE_CLUSTER_CACHE: they land in the local cache, which serves them afterwards; unset, the same start asks the hub."""
+    pushed = snapshot(tmp_path / "a")
+    ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), Progress("it"))
+    cache = {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
+    found = weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache)
+    assert found == tmp_path / "b" / pushed.relative_to(tmp_path / "a")
+    assert hub.asked == []
+    ClusterCache(place.url).remove("org/model", COMMIT)
+    assert weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache) == found
+    empty = {"SIE_LOCAL_CACHE": str(tmp_path / "c")}
+    missing = str(weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, SIE_HF_FALLBACK="false", **empty))
+    assert re.match(rf"NOT_FOUND: .*the cluster cache {place.url} \(SIE_CLUSTER_CACHE\) has no org/model@{COMMIT}", missing)
+    assert hub.asked == []
+    assert str(weights_of(HUB_ENTRY, **empty)).startswith("NOT_FOUND: org/model@")
+    assert hub.asked != []
+
+
+def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: HubStub) -> None:
     """SIE_HF_FALLBACK, P8: the failure names the variable; with it the hub sees the pinned commit."""
     cache = {"SIE_LOCAL_CACHE": str(tmp_path)}
     refused = str(weights_of(HUB_ENTRY, SIE_HF_FALLBACK="false", **cache))
     assert refused.startswith("NOT_FOUND: ")
     assert "SIE_HF_FALLBACK" in refused
-    assert hub == []
-    assert str(weights_of(HUB_ENTRY, **cache)).startswith("NETWORK: ")
-    assert [(call["repository"], call["revision"]) for call in hub] == [("org/model", COMMIT)]
+    assert hub.asked == []
+    assert str(weights_of(HUB_ENTRY, **cache)).startswith("NOT_FOUND: org/model@")
+    assert [asked.path for asked in hub.of("/api/models/")] == [f"/api/models/org/model/revision/{COMMIT}"]
 
 
 def lora(folder: Path, seed: int) -> str:

@@ -101,9 +101,10 @@ async def adapter(tmp_path: Path) -> AsyncIterator[FakeAdapter]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> str:
-    """A folder with one model that no packaged catalogue has."""
+    """A folder with one model that no packaged catalogue has, of a family that no packaged bundle has."""
     folder = tmp_path / "models"
-    folder.mkdir()
+    (folder / "bundles").mkdir(parents=True)
+    (folder / "bundles" / "default.yaml").write_text("id: default\n")
     (folder / "one.yaml").write_bytes(msgspec.json.encode(msgspec.to_builtins(toy_entry())))
     return str(folder)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from fastapi import Request
 from inprocess import settings_of
 
-from sie_config.app import ConfigService
-from sie_config.store import wanted_models
+from sie_config import access
+from sie_config.overlay import wanted_models
 from sie_contracts.catalogue import ModelEntry, packaged_folder
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.runtime.feed import read_folder
@@ -19,6 +18,11 @@ from sie_contracts.settings import SettingError
 from sie_gateway.auth import Gate
 
 PACKAGED = set(read_folder(packaged_folder() / "models"))
+
+
+def toy(model: str = "toy/one") -> ModelEntry:
+    """An entry of a family that the packaged bundle serves."""
+    return toy_entry(model, family="text-encoder")
 
 
 def put(folder: Path, *entries: ModelEntry) -> Path:
@@ -33,39 +37,37 @@ def test_the_models_folder_is_laid_over_the_packaged_catalogue(tmp_path: Path, m
     """SIE_MODELS_DIR: ./models where it is not set, and a start without it when that is not there."""
     monkeypatch.chdir(tmp_path)
     assert {name: source for name, (_, source) in wanted_models(settings_of()).items()} == dict.fromkeys(PACKAGED, "packaged")
-    named = put(tmp_path / "elsewhere", toy_entry())
+    named = put(tmp_path / "elsewhere", toy())
     found = wanted_models(settings_of(SIE_MODELS_DIR=str(named)))
     assert set(found) == {*PACKAGED, "toy/one"}
-    assert found["toy/one"] == (toy_entry(), "folder")
-    replaced = toy_entry(min(PACKAGED))
-    put(tmp_path / "models", replaced, toy_entry("toy/two"))
+    assert found["toy/one"] == (toy(), "overlay")
+    replaced = toy(min(PACKAGED))
+    put(tmp_path / "models", replaced, toy("toy/two"))
     found = wanted_models(settings_of())
     assert set(found) == {*PACKAGED, "toy/two"}
-    assert found[replaced.id] == (replaced, "folder")
+    assert found[replaced.id] == (replaced, "overlay")
 
 
-@pytest.mark.parametrize("raw", ["/is/not/there", "s3://bucket/models"])
-def test_a_named_models_folder_that_cannot_be_read_ends_the_start(raw: str) -> None:
-    """SIE_MODELS_DIR."""
+def test_a_named_models_folder_that_cannot_be_read_ends_the_start() -> None:
+    """SIE_MODELS_DIR; test_models_bucket has the same of buckets."""
     with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: "):
-        wanted_models(settings_of(SIE_MODELS_DIR=raw))
+        wanted_models(settings_of(SIE_MODELS_DIR="/is/not/there"))
 
 
 def test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_start(tmp_path: Path) -> None:
     """SIE_MODEL_FILTER."""
-    folder = {"SIE_MODELS_DIR": str(put(tmp_path / "m", toy_entry(), toy_entry("toy/two")))}
+    folder = {"SIE_MODELS_DIR": str(put(tmp_path / "m", toy(), toy("toy/two")))}
     assert set(wanted_models(settings_of(**folder))) == {*PACKAGED, "toy/one", "toy/two"}
     assert set(wanted_models(settings_of(SIE_MODEL_FILTER=" toy/two , toy/one", **folder))) == {"toy/one", "toy/two"}
     assert set(wanted_models(settings_of(SIE_MODEL_FILTER="toy/two", **folder))) == {"toy/two"}
-    with pytest.raises(SettingError, match=r"^SIE_MODEL_FILTER: no model named toy/none; there are "):
+    with pytest.raises(SettingError, match=r"^SIE_MODEL_FILTER: .* has toy/none; did you mean toy/one or toy/two"):
         wanted_models(settings_of(SIE_MODEL_FILTER="toy/two,toy/none", **folder))
 
 
 def reads(token: str, **environ: str) -> bool | type[SIEError]:
     """Whether the config service lets this token read the export."""
-    request = Request({"type": "http", "headers": [(b"authorization", f"Bearer {token}".encode())] if token else []})
     try:
-        ConfigService(settings_of(**environ)).guard(request)
+        access.Gate(settings_of(**environ)).check("GET", "/v1/configs/export", f"Bearer {token}" if token else "")
     except SIEError as error:
         return type(error)
     return True

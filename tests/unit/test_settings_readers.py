@@ -22,7 +22,9 @@ PACKAGES = {
     "adapter": "adapter/sie_adapter", "contracts": "contracts/sie_contracts", "sdk": "sdk/sie_sdk", "cli": "cli/sie_cli",
 }  # fmt: skip
 
+DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
+STATUS = "tests/unit/test_status.py"
 BATCHING, GATEWAY, WORKER = (f"tests/unit/test_settings_effects_{name}.py" for name in ("batching", "gateway", "worker"))
 ADAPTER, CONFIG, BROKER, LOGS = (f"tests/unit/test_settings_effects_{name}.py" for name in ("adapter", "config", "broker", "logs"))
 
@@ -32,6 +34,7 @@ EFFECTS = {
     "SIE_MODEL_FILTER": f"{CONFIG}::test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_start",
     "SIE_GPU_TYPE": f"{WORKER}::test_the_gpu_type_overrides_the_detected_label_in_health",
     "SIE_LOCAL_CACHE": f"{ADAPTER}::test_weights_are_looked_up_in_the_local_cache_first",
+    "SIE_CLUSTER_CACHE": f"{ADAPTER}::test_weights_come_from_the_cluster_cache_before_the_hub",
     "SIE_HF_FALLBACK": f"{ADAPTER}::test_without_the_fallback_the_hub_is_never_asked",
     "HF_HOME": f"{ADAPTER}::test_the_local_cache_is_hf_home_where_it_is_not_set",
     "SIE_MAX_BATCH_REQUESTS": f"{BATCHING}::test_max_batch_requests_bounds_the_items_of_a_batch_with_standalone_only",
@@ -53,6 +56,12 @@ EFFECTS = {
     "SIE_LOAD_HOLD_S": f"{GATEWAY}::test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget",
     "SIE_BULK_MAX_OVERTAKES": f"{BATCHING}::test_bulk_work_is_overtaken_at_most_this_often",
     "SIE_NATS_URL": f"{BROKER}::test_all_traffic_goes_over_the_named_broker",
+    "SIE_GATEWAY_HEALTH_MODE": f"{STATUS}::test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats",
+    "SIE_GATEWAY_WORKERS": f"{STATUS}::test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats",
+    "SIE_GATEWAY_KUBERNETES": f"{STATUS}::test_pods_appear_and_disappear_with_the_events_of_the_api",
+    "SIE_GATEWAY_K8S_NAMESPACE": f"{STATUS}::test_namespace_service_and_port_say_where_workers_are_looked_for",
+    "SIE_GATEWAY_K8S_SERVICE": f"{STATUS}::test_namespace_service_and_port_say_where_workers_are_looked_for",
+    "SIE_GATEWAY_K8S_PORT": f"{STATUS}::test_namespace_service_and_port_say_where_workers_are_looked_for",
     "SIE_GATEWAY_CONFIGURED_GPUS": f"{GATEWAY}::test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker",
     "SIE_CONFIG_SERVICE_URL": f"{BROKER}::test_without_a_config_service_the_packaged_catalogue_serves_and_nothing_waits",
     "SIE_PAYLOAD_STORE_URL": "tests/unit/test_payloads.py::test_a_text_that_no_message_holds_goes_through_the_store",
@@ -62,10 +71,12 @@ EFFECTS = {
     "SIE_CONFIG_READ_TOKEN": f"{CONFIG}::test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else",
     "SIE_AUTH_MODE": f"{GATEWAY}::test_the_auth_mode_decides_whether_a_token_is_needed",
     "SIE_AUTH_TOKEN": f"{GATEWAY}::test_the_auth_token_passes_user_routes_and_no_admin_route",
+    "SIE_POOL_WRITE_ROLE": "tests/unit/test_auth.py::test_pool_writes_are_for_users_or_for_administrators_alone",
     "SIE_AUTH_TOKENS": f"{GATEWAY}::test_every_one_of_the_auth_tokens_passes_until_it_is_dropped",
     "SIE_NATS_CONFIG_TRUSTED_PRODUCERS": f"{GATEWAY}::test_deltas_are_taken_from_trusted_producers_alone",
     "SIE_GATEWAY_METRICS_PORT": f"{GATEWAY}::test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token",
     "SIE_GATEWAY_REQUEST_TIMEOUT": f"{GATEWAY}::test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs",
+    "SIE_DEFAULT_MODELS": f"{GATEWAY}::test_the_default_models_answer_what_names_none",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",
     "SIE_STREAM_STORAGE": f"{BROKER}::test_queued_work_survives_the_broker_in_files_and_not_in_memory",
     "SIE_STREAM_REPLICAS": f"{BROKER}::test_three_brokers_hold_three_copies",
@@ -90,6 +101,8 @@ EFFECTS = {
     "SIE_ACK_WAIT_S": f"{GATEWAY}::test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait",
     "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT":
         f"{ADAPTER}::test_the_least_recently_used_model_goes_when_memory_passes_the_threshold",
+    "SIE_DISK_CACHE_ENABLED": f"{DISK}::test_without_the_disk_cache_nothing_is_removed",
+    "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": f"{DISK}::test_what_was_used_longest_ago_goes_above_the_threshold",
     "SIE_IDLE_EVICT_S": f"{WORKER}::test_an_idle_model_is_unloaded_and_without_the_setting_it_stays",
     "SIE_PRELOAD_MODELS": f"{WORKER}::test_preloaded_models_are_loaded_before_the_worker_is_ready",
     "SIE_SWAP_AFTER_MS": "tests/unit/test_swapping.py::test_a_busy_model_makes_room_for_one_that_waited_so_long",
@@ -112,9 +125,12 @@ READS_ENVIRON = {
 }
 READS_HOME = {
     "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
-    "adapter/sie_adapter/weights.py": "~ in the path of a catalogue entry",
+    "adapter/sie_adapter/weights/sources.py": "~ in the path of a catalogue entry",
+    "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
+    "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",
     "cli/sie_cli/serve.py": "the default data directory",
     "cli/sie_cli/models.py": "~ in a folder that is named on the command line",
+    "cli/sie_cli/weights.py": "~ in a folder that is named on the command line",
 }
 
 ENVIRON_READS = {"environ", "environb", "getenv", "getenvb"}

@@ -21,6 +21,7 @@ class Delivered:
     sequence: int
     data: bytes
     delivered: int = 1
+    subject: str = "sie.work._default.l4.default.interactive.m"
 
     async def in_progress(self) -> None:
         pass

@@ -238,3 +238,22 @@ async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gat
     async with asyncio.timeout(5):
         await worker.hosting.ensure(worker.a, past_gate=True)
     assert worker.a.parked == 0
+
+
+async def test_a_load_that_nobody_waits_for_any_more_takes_no_room() -> None:
+    """1. b waits for a's work to end. 2. Its own work is withdrawn. 3. a ends, and stays: loading b would evict it for nobody."""
+    worker = Worker(1000.0)
+    await worker.run(worker.a)
+    worker.hosting.take(worker.a)
+    left = 1
+    worker.hosting.take(worker.b)
+    waiting = asyncio.create_task(worker.hosting.ensure(worker.b, lambda: left))
+    await asyncio.sleep(0.01)
+    assert worker.b.state == "loading"
+    left = 0
+    worker.hosting.let_go(worker.b)
+    async with asyncio.timeout(5):
+        await waiting
+    assert (worker.b.state, worker.link.loaded) == ("available", "toy/a")
+    worker.hosting.let_go(worker.a)
+    assert await worker.run(worker.b) == "toy/b", "what comes later is loaded for"

@@ -3,10 +3,11 @@
     folder + entry ──► the transformers class that the outputs need ──► Backbone + heads ──► answers
 
 family                  transformers class            heads
-text-encoder            bare model, or masked LM      dense, sparse, multivector
+text-encoder            bare model, or masked LM      dense (and tokens), sparse, multivector
 cross-encoder           sequence classification       score
 decoder-reranker        causal LM                     answer
 zero-shot-classifier    sequence classification       label
+text-classifier         sequence classification       class
 token-classifier        token classification          token
 """
 
@@ -41,6 +42,7 @@ from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenH
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
+from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.late_interaction import late_interaction
 from sie_adapter.lora import Loras
@@ -48,10 +50,12 @@ from sie_adapter.packing import Int64, Items, Packed, expanded
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.options import TOKEN_STATES
 
 _CLASSES = {
     "cross-encoder": AutoModelForSequenceClassification,
     "zero-shot-classifier": AutoModelForSequenceClassification,
+    "text-classifier": AutoModelForSequenceClassification,
     "decoder-reranker": AutoModelForCausalLM,
     "token-classifier": AutoModelForTokenClassification,
 }
@@ -172,7 +176,7 @@ class _Builder:
     def build(self, encoder: TextEncoder) -> None:
         {
             "text-encoder": self._text_encoder, "cross-encoder": self._cross_encoder, "decoder-reranker": self._decoder_reranker,
-            "zero-shot-classifier": self._zero_shot, "token-classifier": self._token_classifier,
+            "zero-shot-classifier": self._zero_shot, "text-classifier": self._text_classifier, "token-classifier": self._token_classifier,
         }[self.entry.family](encoder)  # fmt: skip
 
     # text-encoder
@@ -182,6 +186,7 @@ class _Builder:
         query = document = Side()
         if "dense" in outputs:
             encoder.heads["dense"] = self._dense()
+            encoder.heads[TOKEN_STATES] = TokenStatesHead()
         if "sparse" in outputs:
             encoder.heads["sparse"] = self._sparse()
             query = self._idf(encoder) or query
@@ -189,9 +194,10 @@ class _Builder:
             head, query, document = self._multivector(encoder)
             encoder.heads["multivector"] = head
         per_row = "score" in outputs
-        encoder.rows["encode"] = Rows("text", query, document)
+        width = outputs.get("multivector", 0)
+        encoder.rows["encode"] = Rows("text", query, document, tokens=True, vectors=width)
         if "score" in self.entry.tasks:
-            encoder.rows["score"] = Rows("sides", query, document)
+            encoder.rows["score"] = Rows("sides", query, document, vectors=width)
 
         def answer(message: RunBatch, group: Group, query: Any, rows: Any, places: list[int]) -> Answers:
             if message.operation == "score":
@@ -309,7 +315,7 @@ class _Builder:
         if labels != (2 if activation == "softmax" else 1):
             raise load_failed("INCOMPATIBLE", f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax")
         encoder._only = "score"
-        encoder._answer = lambda message, group, query, rows, places: answers.class_scores(rows["score"], activation)
+        encoder._answer = lambda message, group, query, rows, places: answers.class_scores(group.options, rows["score"], activation)
 
     def _sequence_head(self, head: TransformersHead) -> Head:
         return LastTokenHead(head, head.pad) if head.is_decoder else SequenceHead(head, self.config.hidden_size, self.compute.device)
@@ -331,7 +337,9 @@ class _Builder:
         encoder.rows["score"] = Rows("pieces")
         difference = self.entry.head.score == "difference"
         encoder._only = "answer"
-        encoder._answer = lambda message, group, query, rows, places: answers.answer_scores(rows["answer"], difference=difference)
+        encoder._answer = lambda message, group, query, rows, places: answers.answer_scores(
+            group.options, rows["answer"], difference=difference
+        )
 
     def _zero_shot(self, encoder: TextEncoder) -> None:
         assert self.head is not None
@@ -344,6 +352,15 @@ class _Builder:
         encoder.rows["extract"] = Rows("hypotheses")
         encoder._only = "label"
         encoder._answer = lambda message, group, query, rows, places: answers.zero_shot(group.options, rows["label"], entailment, against)
+
+    def _text_classifier(self, encoder: TextEncoder) -> None:
+        assert self.head is not None
+        names = [self.config.id2label[number] for number in range(self.config.num_labels)]
+        activation = self.entry.head.activation or _own_activation(self.config)
+        encoder.heads["class"] = self._sequence_head(self.head)
+        encoder.rows["extract"] = Rows("text", pairs={0, 1} <= set(self.tokenizer.encode("x", "x").sequence_ids))
+        encoder._only = "class"
+        encoder._answer = lambda message, group, query, rows, places: answers.classes(group.options, rows["class"], names, activation)
 
     def _token_classifier(self, encoder: TextEncoder) -> None:
         assert self.head is not None
@@ -369,6 +386,13 @@ def _special(folder: Path, name: str) -> str:
         if found:
             return found["content"] if isinstance(found, dict) else str(found)
     return ""
+
+
+def _own_activation(config: Any) -> str:
+    """As the text-classification pipeline of transformers decides."""
+    if config.problem_type == "regression":
+        return "identity"
+    return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
 def _stored_activation(folder: Path, config: Any) -> str:

@@ -182,8 +182,14 @@ class KeyValue(Protocol):
 
     async def get(self, key: str) -> Entry | None: ...
 
-    async def entries(self) -> list[Entry]:
-        """All live keys, sorted."""
+    async def entries(self, within: str = "") -> list[Entry]:
+        """All live keys, sorted; those whose first parts are `within` if it is given ("model": "model.a", not "models.a")."""
+
+    async def since(self, revision: int) -> list[Entry]:
+        """What was written after a revision, in order, removed keys too. A key that was written twice is there once, as it is now.
+
+        A replica of the broker may answer that has not seen the last of it.
+        """
 
     async def write(self, writes: list[Write]) -> int:
         """All or nothing, each key once at most. Returns the bucket's last revision. Raises WrongRevision, BrokerUnavailable."""
@@ -238,6 +244,9 @@ class Broker(Protocol):
         """
 
     async def stream_state(self, stream: str) -> StreamState: ...
+
+    async def delete_stream(self, stream: str) -> bool:
+        """Remove it with its messages and consumers. False if there is none. Open pulls find nothing there any more, acks are void."""
 
     async def server_time(self, stream: str) -> float:
         """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, at some moment of this call."""

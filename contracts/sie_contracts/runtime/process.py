@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
@@ -25,7 +26,25 @@ GC_THRESHOLDS = (20_000, 20, 20)
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 
 
-class _Json(logging.Formatter):
+QUOTING = (LookupError, ValueError, TypeError, AttributeError, AssertionError, SyntaxError)  # their messages quote values
+
+
+def traceback_of(error: BaseException | None) -> str:
+    """Where an exception and those that it came from were raised, the last one first. Messages that may quote a client are left out."""
+    told: list[str] = []
+    while error is not None and len(told) < 10:
+        shown = "" if isinstance(error, QUOTING) else f": {error}"
+        told.append("".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__module__}.{type(error).__qualname__}{shown}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\ncame from\n".join(told)
+
+
+class _Plain(logging.Formatter):
+    def formatException(self, ei: Any) -> str:
+        return traceback_of(ei[1])
+
+
+class _Json(_Plain):
     """One JSON object per line with the documented keys; values travel as `extra={...}` of a logging call."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -44,11 +63,11 @@ class _Json(logging.Formatter):
 def configure_logging(*, json: bool) -> None:
     """Send all loggers to standard error, plain or as JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
     plain.converter = time.gmtime
     handler.setFormatter(_Json() if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn"):
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # clients tell every URL, signed ones too
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -90,7 +90,7 @@ class FakeEncoder:
 
     @property
     def rows(self) -> dict[str, Rows]:
-        return {operation: Rows(layout) for operation, layout in self.layouts.items()}
+        return {operation: Rows(layout, vectors=4) for operation, layout in self.layouts.items()}
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
         return ("multivector",) if options.muvera else options.outputs
@@ -353,7 +353,7 @@ def test_rows_that_do_not_divide_among_their_inputs_are_refused(rows: int, group
 
 def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
     encoder = FakeEncoder(layouts={"score": "pieces", "encode": "text"})
-    encoder.answer = lambda message, group, query, rows, places: answers.answer_scores(rows["dense"], difference=True)  # type: ignore[method-assign]
+    encoder.answer = lambda message, group, query, rows, places: answers.answer_scores(group.options, rows["dense"], difference=True)  # type: ignore[method-assign]
     done = run([[7], [POISON], [5, 3]], encoder, operation="score", groups=(Group(0, 3),))
     assert reasons(done) == ["", "non_finite", ""]
     assert [outcome.score for outcome in done.outcomes if isinstance(outcome, Ok)] == [1 - 7, 1 - 4]
@@ -566,3 +566,77 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> 
 def test_an_empty_batch_is_answered() -> None:
     done = run([], groups=())
     assert done.outcomes == ()
+
+
+# given vectors
+
+MAXSIM = RunOptions(outputs=("multivector",))
+UNIT = np.eye(4, dtype="<f4")
+
+
+def given_vectors(*rows: np.ndarray | None) -> dict[str, bytes]:
+    counts = np.array([-1 if each is None else len(each) for each in rows], "<i4")
+    return {"given": counts.tobytes(), "vectors": b"".join(each.astype("<f4").tobytes() for each in rows if each is not None)}
+
+
+def scores(done: BatchDone) -> list[float | str | None]:
+    return [outcome.error.reason if isinstance(outcome, Failed) else outcome.score for outcome in done.outcomes]
+
+
+def test_given_vectors_run_no_pass_and_their_mates_one() -> None:
+    encoder = FakeEncoder()
+    alone = given_vectors(UNIT[:2], 2 * UNIT, UNIT[2:], UNIT[:0])
+    done = run([[], [], [], []], encoder, operation="score", groups=(Group(0, 4, MAXSIM),), **alone)
+    assert scores(done) == [4.0, 0.0, 0.0]
+    assert tokens(done) == [0, 0, 0]
+    assert encoder.passes == []
+    state = np.array([7.0, 1.0, 2.0, 3.0])
+    groups = (Group(0, 2, MAXSIM), Group(2, 4, MAXSIM))
+    mixed = run([[], [7], [7], []], encoder, operation="score", groups=groups, **given_vectors(UNIT[:1], None, None, UNIT[:1]))
+    assert scores(mixed) == pytest.approx([state[0] / np.linalg.norm(state)] * 2, rel=1e-6)
+    assert encoder.passes == [2]
+
+
+def test_given_vectors_are_for_maxsim_alone_and_finite() -> None:
+    """The adapter looks for itself: what is wrong with one row is no matter of its mates."""
+    groups = (Group(0, 2, RAW), Group(2, 4, MAXSIM))
+    both = given_vectors(UNIT, None, UNIT, np.full((1, 4), np.inf))
+    assert reasons(run([[], [7], [], []], groups=groups, **both)) == ["unsupported_modality", "", "", "schema"]
+    hurt = run([[], [7]], operation="score", groups=(Group(0, 2, RunOptions(("dense",))),), **given_vectors(UNIT, None))
+    assert reasons(hurt) == ["unsupported_modality"]
+
+
+def test_given_vectors_stay_while_a_batch_is_split() -> None:
+    encoder = FakeEncoder(limit=3)
+    done = run([[7], [], [8, 9], [4]], encoder, groups=(Group(0, 4, MAXSIM),), **given_vectors(None, UNIT, None, None))
+    assert reasons(done) == [""] * 4
+    np.testing.assert_array_equal(arrays(done)[1]["multivector"], UNIT)
+    assert max(encoder.passes[1:]) < 3
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {**given_vectors(UNIT, None), "vectors": UNIT.tobytes()[:-4]},
+        {**given_vectors(UNIT, None), "vectors": b""},
+        given_vectors(UNIT),
+        given_vectors(UNIT, UNIT),
+        {"given": np.array([-1, -1], "<i4").tobytes(), "vectors": UNIT.tobytes()},
+        given_vectors(np.ones((4, 3)), None),
+    ],
+)
+def test_vectors_that_do_not_belong_to_the_rows_are_refused(sent: dict[str, bytes]) -> None:
+    with pytest.raises(InternalFailure) as caught:
+        run([[], [7]], groups=(Group(0, 2, MAXSIM),), **sent)
+    assert caught.value.reason == "malformed_batch"
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 5, 1), (0, 0), (4,)])
+def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[int, ...]) -> None:
+    """What runs on CUDA, with some documents that were given, and none of whose rows is normalised."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.nn.functional.normalize(torch.randn(3, 4, generator=generator), dim=1)
+    documents = [torch.randn(length, 4, generator=generator) for length in lengths]
+    for mixed in (documents, [answers.Given(rows) if index % 2 else rows for index, rows in enumerate(documents)]):
+        expected = answers._late_scores(answers.Given(query), mixed)
+        torch.testing.assert_close(answers._late_scores_at_once(query, mixed), expected)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +160,23 @@ def test_loads_at_the_same_time_count_each_other() -> None:
     assert world.loaded() == ["c", "b"]
 
 
+def test_weights_that_a_load_has_read_by_now_count_once() -> None:
+    world = World(sizes={"a": 200, "b": 200, "c": 400}, known=True)
+    world.ensure("a")
+    world.ensure("b")
+    gone: list[tuple[str, ...]] = []
+
+    def half_way(model: str) -> None:
+        world.other_bytes, world.now_s = 400, world.now_s + 2
+        gone.append(world.residency.relieve())
+        world.other_bytes = 0
+
+    world.during_load = half_way
+    assert world.ensure("c", ("a", "b")) == ()
+    assert gone == [()]
+    assert world.loaded() == ["a", "b", "c"]
+
+
 def test_what_cannot_fit_beside_models_with_work_is_refused_before_it_is_loaded() -> None:
     """And it is loaded once they are idle. Above the threshold and within the device it is loaded at once."""
     world = World(sizes={"a": 600, "b": 500, "c": 350}, known=True)
@@ -303,15 +319,6 @@ def test_a_model_that_cannot_be_warmed_up_is_not_loaded() -> None:
     with pytest.raises(ModelLoadFailed):
         world.ensure("a")
     assert world.loaded() == []
-
-
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """What was imported is left out of the collections that follow an eviction, as in the process."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def lru_loads(traffic: list[str], capacity: int) -> int:

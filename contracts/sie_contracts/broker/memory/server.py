@@ -72,7 +72,7 @@ class MemoryServer:
         self.timers.run_due()
 
     def lose_stream(self, name: str) -> None:
-        """The stream is gone with all messages and consumers, as when a broker in memory restarts."""
+        """The stream is gone with all messages and consumers, also as when a broker in memory restarts."""
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)

@@ -449,6 +449,9 @@ class NatsBroker:
             raise BrokerError(f"there is no stream {stream}")
         return state_of(info)
 
+    async def delete_stream(self, stream: str) -> bool:
+        return await self.find(f"STREAM.DELETE.{stream}", {}, Answer, NO_STREAM) is not None
+
     async def server_time(self, stream: str) -> float:
         info = await self.api(f"STREAM.INFO.{stream}", {}, StreamInfo)
         if info.ts is None:

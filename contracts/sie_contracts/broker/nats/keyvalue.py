@@ -48,7 +48,15 @@ class NatsKeyValue:
         removed = b"\r\nKV-Operation:" in stored.message.hdrs
         return Entry(key, None if removed else stored.message.data, stored.message.seq)
 
-    async def entries(self) -> list[Entry]:
+    async def entries(self, within: str = "") -> list[Entry]:
+        found = await self._read(1, within)
+        return sorted((entry for entry in found if entry.value is not None), key=lambda entry: entry.key)
+
+    async def since(self, revision: int) -> list[Entry]:
+        return sorted(await self._read(revision + 1), key=lambda entry: entry.revision)
+
+    async def _read(self, first: int, within: str = "") -> list[Entry]:
+        """All that is there from revision `first` on, removed keys too."""
         found: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -64,7 +72,7 @@ class NatsKeyValue:
             if not complete.done():
                 complete.set_result(False)
 
-        reader, pending = await self.open_reader(1)
+        reader, pending = await self.open_reader(first, within)
         pulls = self._broker.open_pulls(self._stream, arrived, broken)
         try:
             if pending:
@@ -77,7 +85,7 @@ class NatsKeyValue:
         finally:
             await pulls.stop()
             await self.close_reader(reader)
-        return sorted((entry for entry in found.values() if entry.value is not None), key=lambda entry: entry.key)
+        return list(found.values())
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):
@@ -129,7 +137,7 @@ class NatsKeyValue:
             raise
         return watch
 
-    async def open_reader(self, first: int) -> tuple[str, int]:
+    async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
         """Make a consumer of its own that reads from revision `first`. Returns its name and how much it has to read."""
         name = f"{self._broker.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
@@ -137,7 +145,7 @@ class NatsKeyValue:
             "deliver_policy": "by_start_sequence",
             "opt_start_seq": first,
             "ack_policy": "none",
-            "filter_subject": f"{self._prefix}>",
+            "filter_subject": f"{self._prefix}{within}.>" if within else f"{self._prefix}>",
             "mem_storage": True,
             "num_replicas": 1,
             "inactive_threshold": nanoseconds(_WATCH_KEPT_S),

@@ -1,0 +1,64 @@
+"""What the bundle of a worker says that is installed, against what is: looked at before anything of it is imported."""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
+from yaml import YAMLError
+
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.runtime.feed import read_bundles
+from sie_contracts.settings import SettingError, Settings
+
+_logger = logging.getLogger("sie.adapter")
+
+
+def check(settings: Settings) -> None:
+    """Make sure that this environment is that of SIE_BUNDLE. Raises SettingError naming each distribution that is missing or another one.
+
+    A bundle is described by a file of the package, or of `bundles/` in a local SIE_MODELS_DIR; one that neither has is not checked.
+    """
+    bundle = _described(settings)
+    if bundle is None:
+        _logger.warning("bundle %s is not described here, so what it needs is not checked", settings.bundle)
+        return
+    if faults := lacking(bundle):
+        fix = "install that beside this adapter, or name the bundle that this image is for"
+        raise SettingError("SIE_BUNDLE", f"bundle {bundle.id} needs {'; '.join(faults)}: {fix}")
+
+
+def lacking(bundle: Bundle) -> list[str]:
+    """What is not installed as the bundle says, in words."""
+    faults = []
+    for text in bundle.requires:
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:
+            faults.append(f"{text!r}, which is no requirement")
+            continue
+        if wanted.marker is not None and not wanted.marker.evaluate():
+            continue
+        try:
+            installed = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            faults.append(f"{text}, which is not installed")
+            continue
+        if not wanted.specifier.contains(installed, prereleases=True):
+            faults.append(f"{text}, installed is {installed}")
+    return faults
+
+
+def _described(settings: Settings) -> Bundle | None:
+    own = Path(settings.models_dir or "./models").expanduser() / "bundles"
+    found = dict(read_bundles(packaged_folder() / "bundles"))
+    if own.is_dir():
+        try:
+            found |= read_bundles(own)
+        except (msgspec.ValidationError, YAMLError, OSError) as error:
+            raise SettingError("SIE_MODELS_DIR", f"{own}: {error}") from error
+    return found.get(settings.bundle)

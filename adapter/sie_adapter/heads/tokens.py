@@ -1,0 +1,20 @@
+"""The states of the last layer as they are, one for each token."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sie_adapter.heads import Reduced, States, all_finite
+from sie_adapter.packing import Int64
+
+
+class TokenStatesHead:
+    """Of any backbone: special tokens included, without the layers after it, not normalised."""
+
+    def reduce(self, states: States, sequences: Int64) -> Reduced:
+        """Rows, float32 [tokens, width] each."""
+        lengths = states.packed.lengths[sequences]
+        vectors = torch.cat([states.hidden[states.span(int(sequence))] for sequence in sequences]).float()
+        owners = np.repeat(np.arange(len(sequences)), lengths)
+        return Reduced(vectors.split(lengths.tolist()), all_finite(vectors, owners, len(sequences)))

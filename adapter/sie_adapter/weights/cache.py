@@ -1,0 +1,372 @@
+"""The snapshots of weights on this node's disk, laid out as HF_HOME so that other programs find them too.
+
+    hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
+    hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next one goes on there
+    hub/.locks/models--org--name/COMMIT.fetch   exclusive: the one process of the node that fetches it, with how far it is
+    hub/.locks/models--org--name/COMMIT.use     shared: loads it, has it loaded or fetches it; exclusive: removes it. Its time: the last use
+
+A fetch fills the partial folder; the manifest is written last, and the folder is renamed into place whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from sie_adapter.weights import durable, found
+from sie_adapter.weights.locks import Lock, taken
+from sie_adapter.weights.progress import Progress
+from sie_adapter.weights.selection import Wanted, common
+from sie_contracts.messages import Fetched
+from sie_contracts.weights import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode, verify
+
+_logger = logging.getLogger("sie.adapter")
+
+POLL_S = 0.2
+STALLED_S = 180.0  # a fetch of another process that tells nothing new for so long is hung: its own waits are shorter
+REMOVAL_S = 60.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REMOVED = ".removed"
+
+T = TypeVar("T")
+
+
+class Fetch(Protocol):
+    """Fills a folder with the files of one snapshot and returns its manifest.
+
+    What earlier tries left in the folder is used. A file grows under its name + PART and is renamed when its digest is right; what has its
+    final name already may be a hard link to somebody's file, so it is checked, and replaced if it is wrong, but never written into.
+    Every file is synced to the disk. `progress.expect` is called before the first byte is fetched. Raises FetchFailed, OSError.
+    """
+
+    def __call__(self, folder: Path, progress: Progress) -> Manifest: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One complete snapshot that the cache holds, as `listed` found it. `used_s`: seconds since the epoch, of its last use."""
+
+    folder: Path
+    manifest: Manifest
+    used_s: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may go from the disk. `used_s`: seconds since the epoch, of its last use. `is_partial`: only what a fetch left."""
+
+    repository: str
+    revision: str
+    used_s: float
+    is_partial: bool
+    bytes: int = 0
+
+
+class LocalCache:
+    """The snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
+
+    `room` makes room on the disk for so many bytes more, before a fetch; it raises FetchFailed if there is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hub = folder / "hub"
+        self.room: Callable[[int], None] = lambda _: None
+
+    def place(self, repository: str, revision: str) -> Path:
+        """Where a snapshot is or would be. Raises ManifestError for names that are none."""
+        check_names(repository, revision)
+        return self._of(repository) / "snapshots" / revision
+
+    def find(self, repository: str, revision: str, wanted: Wanted | None = None) -> Path | None:
+        """The folder of a snapshot that is known to have all files that are `wanted`, by its manifest or by the listing of the hub's own
+        client. Without `wanted`: all that whoever fetched it wanted. None if it has not, or if nothing tells. Raises ManifestError.
+        """
+        folder = self.place(repository, revision)
+        manifest = self.manifest(repository, revision)
+        if manifest is None:
+            is_whole = folder.is_dir() and found.told(self.hub, repository, revision, wanted or common)
+        else:
+            lacks = wanted is not None and any(wanted(name) for name in manifest.left_out)
+            is_whole = not lacks and not verify(folder, manifest, digests=False)
+        return folder if is_whole else None
+
+    def why_not(self, repository: str, revision: str) -> str:
+        """What shows that a snapshot that nothing tells of is not complete; empty if nothing does. Raises ManifestError."""
+        folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
+        if manifest is None:
+            return found.judged(self.hub, repository, revision)
+        return "; ".join(verify(folder, manifest, digests=False))
+
+    def manifest(self, repository: str, revision: str) -> Manifest | None:
+        """The manifest of a snapshot; None without one, and if it is not that of this snapshot. Says nothing of the files."""
+        try:
+            manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ManifestError as error:
+            _logger.warning("%s in the local cache: %s", f"{repository}@{revision}", error)
+            return None
+        return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
+
+    def lease(self, repository: str, revision: str) -> Lock:
+        """That this snapshot is in use, from now until the lease is closed: nobody removes it. It need not be there yet.
+
+        Raises FetchFailed if another process is removing it and does not end, and if the disk has no room for the lease itself.
+        """
+        check_names(repository, revision)
+        deadline_s = time.monotonic() + REMOVAL_S
+        path = self._lock_file(repository, revision, "use")
+
+        def tried() -> Lock | None:
+            return taken(path, shared=True, is_use=True)
+
+        while (lock := self._with_room(tried, f"the lease on {repository}@{revision}")) is None:
+            if time.monotonic() > deadline_s:
+                raise FetchFailed("NETWORK", f"{repository}@{revision} is being removed from the local cache for {REMOVAL_S:g} s")
+            time.sleep(POLL_S)
+        return lock
+
+    def obtain(
+        self, repository: str, revision: str, fetch: Fetch, what: str, *, wanted: Wanted | None = None, progress: Progress | None = None
+    ) -> Path:
+        """The folder of a snapshot, fetched unless it is there. One process of the node fetches; the others wait and find it afterwards.
+
+        `what` names it in logs and errors. Raises FetchFailed. Whoever wants it to stay holds a lease before.
+        """
+        progress = progress or Progress(what)
+
+        def fetched() -> Path:
+            with self._sole_fetch(repository, revision, what, progress) as lock:
+                if (there := self.find(repository, revision, wanted)) is not None:
+                    return there
+                place, partial = self.place(repository, revision), self._of(repository) / "partial" / revision
+                partial.mkdir(parents=True, exist_ok=True)
+                _link_files(place, partial)
+                progress.on_expect, progress.on_step = self.room, functools.partial(_note, lock)
+                manifest = fetch(partial, progress)
+                if wrong := verify(partial, manifest, digests=False):
+                    raise FetchFailed("NETWORK", f"{what} was fetched, but {wrong[0]}")
+                self._publish(partial, place, self._merged(repository, revision, manifest))
+                progress.end()
+                return place
+
+        with self.lease(repository, revision):
+            return self._with_room(fetched, what)
+
+    def _with_room(self, act: Callable[[], T], what: str) -> T:
+        """What `act` returns, done once more with room made if the disk was full: even a lock or a folder needs a block.
+
+        `what` is named if it fails. Raises FetchFailed.
+        """
+        try:
+            try:
+                return act()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self.room(0)
+                return act()
+        except OSError as error:
+            raise _disk_failed(what, self.folder, error) from error
+
+    def listed(self) -> list[Snapshot]:
+        """All snapshots with a manifest whose files are there, in order of their names."""
+        return [each for each in self._with_manifest() if not verify(each.folder, each.manifest, digests=False)]
+
+    def _with_manifest(self) -> list[Snapshot]:
+        """`listed`, and those whose files are missing or cut off."""
+        snapshots = []
+        for path in sorted(self.hub.glob(f"models--*/snapshots/*/{MANIFEST}")):
+            try:
+                manifest = decode(path.read_bytes())
+            except (OSError, ManifestError):
+                continue
+            if self.place(manifest.repository, manifest.revision) == path.parent:
+                snapshots.append(Snapshot(path.parent, manifest, self.used_s(manifest.repository, manifest.revision)))
+        return snapshots
+
+    def used_s(self, repository: str, revision: str) -> float:
+        """When somebody last began or ended to use it, seconds since the epoch; if nobody did, when it was made; 0 if it is not there."""
+        for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
+            with contextlib.suppress(OSError):
+                return path.stat().st_mtime
+        return 0.0
+
+    def remove(self, repository: str, revision: str) -> bool:
+        """Remove a snapshot, and what a fetch left of it, unless a process uses it. Returns whether it is gone. Raises OSError."""
+        return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
+
+    def candidates(self) -> list[Candidate]:
+        """What may go to make room, that which was used longest ago first: snapshots that SIE fetched, whole or not, and what is left of
+        fetches, none of them in use now."""
+        going = []
+        for each in self._with_manifest():
+            repository, revision = each.manifest.repository, each.manifest.revision
+            if each.manifest.origin != "found" and not self._is_used(repository, revision):
+                with contextlib.suppress(FileNotFoundError):  # gone since
+                    going.append(Candidate(repository, revision, each.used_s, is_partial=False, bytes=_bytes_in(each.folder)))
+        for path in self.hub.glob("models--*/partial/*"):
+            repository, revision = path.parents[1].name.removeprefix("models--").replace("--", "/"), path.name.removesuffix(REMOVED)
+            with contextlib.suppress(ManifestError, FileNotFoundError):  # not of SIE, or a fetch has begun since
+                check_names(repository, revision)
+                if not self._is_used(repository, revision):
+                    used_s = self.used_s(repository, revision)
+                    going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=_bytes_in(path)))
+        return sorted(going, key=lambda each: (each.used_s, not each.is_partial, each.repository, each.revision))
+
+    def _is_used(self, repository: str, revision: str) -> bool:
+        path = self._lock_file(repository, revision, "use")
+        if not path.exists():  # making it would look like a use
+            return False
+        try:
+            lock = taken(path, shared=False)
+        except PermissionError:  # another user's, which nothing tells of
+            return True
+        if lock is None:
+            return True
+        lock.close()
+        return False
+
+    def discard(self, candidate: Candidate) -> bool:
+        """Remove it, unless a process uses it or fetches it. Returns whether it is gone. Raises OSError."""
+        repository, revision = candidate.repository, candidate.revision
+        lock = taken(self._lock_file(repository, revision, "use"), shared=False)
+        if lock is None:
+            return False
+        with lock:
+            place, partial = self.place(repository, revision), self._of(repository) / "partial"
+            gone = partial / f"{revision}{REMOVED}"
+            if gone.exists():
+                shutil.rmtree(gone)
+            if place.exists() and not candidate.is_partial:
+                partial.mkdir(parents=True, exist_ok=True)
+                os.rename(place, gone)  # at once: half a snapshot must not be found
+            for folder in (gone, partial / revision):
+                if folder.exists():
+                    shutil.rmtree(folder)
+        return True
+
+    def outstanding_bytes(self) -> int:
+        """What fetches of this node, in whatever process, have still to come."""
+        due = 0
+        for path in self.hub.glob(".locks/*/*.fetch"):
+            with contextlib.suppress(PermissionError):  # another user's, which nothing tells of
+                lock = taken(path, shared=False)
+                if lock is None:
+                    noted = _noted(path.read_bytes())
+                    due += max(0, noted.total_bytes - noted.done_bytes)
+                else:
+                    lock.close()
+        return due
+
+    def _of(self, repository: str) -> Path:
+        return self.hub / f"models--{repository.replace('/', '--')}"
+
+    def _lock_file(self, repository: str, revision: str, kind: str) -> Path:
+        return self.hub / ".locks" / self._of(repository).name / f"{revision}.{kind}"
+
+    @contextlib.contextmanager
+    def _sole_fetch(self, repository: str, revision: str, what: str, progress: Progress) -> Iterator[Lock]:
+        """Be the one who fetches. Follows meanwhile what the other one tells, and gives up if that is nothing for too long."""
+        path = self._lock_file(repository, revision, "fetch")
+        told, told_s, said = b"", time.monotonic(), False
+        while (lock := taken(path, shared=False)) is None:
+            if (note := path.read_bytes()) != told:
+                told, told_s = note, time.monotonic()
+                progress.follow(_noted(note))
+            if time.monotonic() - told_s > STALLED_S:
+                raise FetchFailed("NETWORK", f"{what} is fetched by another process, which has done nothing for {STALLED_S:g} s")
+            if not said:
+                said = True
+                _logger.info("waiting for another process, which fetches %s", what)
+            time.sleep(POLL_S)
+        with lock:
+            _note(lock, Fetched())
+            yield lock
+
+    def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
+        """The manifest of what was fetched together with what was there. Files that SIE did not put there make it a snapshot of others."""
+        place, before = self.place(repository, revision), self.manifest(repository, revision)
+        if before is None:
+            return msgspec.structs.replace(manifest, origin="found") if place.exists() else manifest
+        wrong = {name for name, fact in before.files.items() if not _has_size(place / name, fact.bytes)}
+        kept = {name: fact for name, fact in before.files.items() if name not in wrong}
+        files = {**kept, **manifest.files}
+        left_out = tuple(sorted({*before.left_out, *manifest.left_out, *wrong} - set(files)))
+        return msgspec.structs.replace(manifest, files=files, left_out=left_out, origin=before.origin)
+
+    def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
+        (partial / MANIFEST).unlink(missing_ok=True)
+        if place.exists():  # that may be in use: nothing of it goes
+            for name in manifest.files:
+                source, target = partial / name, place / name
+                if source.exists() and not (target.exists() and os.path.samefile(source, target)):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(source, target)
+            durable.write(place / MANIFEST, encode(manifest))
+            shutil.rmtree(partial)
+            return
+        kept = {*manifest.files}
+        for path in partial.rglob("*"):
+            if path.is_file() and path.relative_to(partial).as_posix() not in kept:
+                path.unlink()
+        durable.write(partial / MANIFEST, encode(manifest))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(partial, place)
+        durable.sync_folder(place.parent)
+
+
+def _disk_failed(what: str, folder: Path, error: OSError) -> FetchFailed:
+    """No room may come to an end by itself; a folder that may not be written to does not."""
+    if error.errno in FULL:
+        return FetchFailed("NETWORK", f"{what} could not be written: no space is left on the disk of {folder}; make room there")
+    fix = "SIE_LOCAL_CACHE has to name a folder that this user may write to"
+    return FetchFailed("UNKNOWN", f"{what} could not be written to {folder}: {error.strerror or type(error).__name__}; {fix}")
+
+
+def _note(lock: Lock, fetched: Fetched) -> None:
+    lock.write(json.dumps([os.getpid(), fetched.done_bytes, fetched.total_bytes, fetched.bytes_per_s, time.time()]).encode())
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of all files below it. Raises FileNotFoundError if one goes meanwhile."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _noted(note: bytes) -> Fetched:
+    """What the one who fetches told; nothing while the note is being written."""
+    try:
+        _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
+        return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))
+    except (ValueError, TypeError):
+        return Fetched()
+
+
+def _link_files(place: Path, partial: Path) -> None:
+    """Give a fetch the files that are there, where the disk has hard links."""
+    for path in place.rglob("*") if place.exists() else ():
+        target = partial / path.relative_to(place)
+        if path.is_file() and path.name != MANIFEST and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                os.link(path.resolve(), target)

@@ -1,0 +1,234 @@
+"""Snapshots of weights in a bucket that all nodes share (SIE_CLUSTER_CACHE).
+
+    models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
+    models--org--name/COMMIT/sie-manifest.json   written last: without it the others do not count
+
+    fetch: manifest ──► its files, in ranged reads ──► digests
+    push:  files that are not there yet ──► all listed again ──► manifest
+
+A store writes an object whole or not at all, and for one commit everybody writes the same bytes, so pushers need no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from sie_adapter.weights.cache import Fetch
+from sie_adapter.weights.progress import Progress
+from sie_adapter.weights.ranged import Checking, Filling, Limits, Reading
+from sie_contracts import stores
+from sie_contracts.stores import AccessRefused, BucketMissing, ObjectMissing, Patience, StoreError
+from sie_contracts.weights import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode
+
+if TYPE_CHECKING:
+    from obstore import PutMode, UpdateVersion
+    from obstore.store import ObjectStore
+
+    from sie_adapter.weights.pushing import Pushed
+
+_logger = logging.getLogger("sie.adapter")
+_T = TypeVar("_T")
+
+SETTING = "SIE_CLUSTER_CACHE"
+MOST_OBJECTS = 100_000  # of one snapshot
+GLANCE_S, GLANCES = 10.0, 3  # for a manifest
+_FOLDER = re.compile(r"models--(.+)")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the bucket has of one commit. `wrong`: what is wrong with it, a line each; without a manifest it does not count.
+
+    `sizes`: bytes of every object by its name, the manifest aside.
+    """
+
+    repository: str
+    revision: str
+    manifest: Manifest | None
+    sizes: dict[str, int]
+    wrong: dict[str, str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+class Bucket:
+    """The store, asked within bounds: coroutines that raise StoreError and FetchFailed."""
+
+    def __init__(self, url: str, store: ObjectStore, limits: Limits) -> None:
+        self.url, self.store, self.limits = url, store, limits
+        # what every load of a model that is not on the disk waits for, before it goes on to the next source
+        self._glance = Patience(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
+
+    async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
+        """The manifest of a snapshot, which is all there if it has one, and how to write another one unless somebody else does first."""
+        import obstore
+
+        key, what = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
+
+        async def read() -> tuple[bytes, PutMode]:
+            found = await obstore.get_async(self.store, key)
+            version: UpdateVersion = {}
+            if found.meta["e_tag"]:
+                version["e_tag"] = found.meta["e_tag"]
+            if found.meta["version"]:
+                version["version"] = found.meta["version"]
+            return bytes(await found.bytes_async()), version or "overwrite"
+
+        try:
+            data, version = await self._glance.asked(read)
+            manifest = decode(data)
+        except ObjectMissing:
+            return None, "create"
+        except ManifestError as error:
+            raise FetchFailed("INCOMPATIBLE", f"{what}: {error}; `sie weights push --force` writes another one") from error
+        if (manifest.repository, manifest.revision) != (repository, revision):
+            other = f"{manifest.repository}@{manifest.revision}"
+            raise FetchFailed("INCOMPATIBLE", f"{what} has the manifest of {other}: `sie weights push --force` writes its own")
+        return manifest, version
+
+    async def sizes(self, repository: str, revision: str) -> dict[str, int]:
+        """The bytes of every object of a snapshot, by its name, the manifest aside."""
+        import obstore
+
+        prefix = place(repository, revision)
+
+        async def listed() -> dict[str, int]:
+            found: dict[str, int] = {}
+            async for page in obstore.list(self.store, prefix=prefix):
+                found |= {entry["path"].removeprefix(prefix + "/"): entry["size"] for entry in page}
+                if len(found) > MOST_OBJECTS:
+                    raise StoreError(f"more than {MOST_OBJECTS} objects below {prefix}")
+            found.pop(MANIFEST, None)
+            return found
+
+        return await self.limits.asked(listed)
+
+    async def below(self, prefix: str | None) -> list[str]:
+        """The names below `prefix` that have something below them."""
+        import obstore
+
+        found = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
+        return sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
+
+    async def stored(self, repository: str, revision: str) -> Stored:
+        sizes, manifest = await self.sizes(repository, revision), None
+        wrong: dict[str, str] = {}
+        try:
+            manifest, _ = await self.manifest(repository, revision)
+            if manifest is None:
+                wrong[MANIFEST] = "it has no manifest: a push is under way, or did not end"
+        except FetchFailed as error:
+            wrong[MANIFEST] = error.message
+        for name, fact in manifest.files.items() if manifest is not None else ():
+            if (size := sizes.get(name)) != fact.bytes:
+                wrong[name] = f"{name} is missing" if size is None else f"{name} has {size} bytes, the manifest says {fact.bytes}"
+        return Stored(repository, revision, manifest, sizes, wrong)
+
+    async def listed(self) -> list[Stored]:
+        turns = asyncio.Semaphore(self.limits.parts_at_once)
+
+        async def of(folder: str) -> list[Stored]:
+            repository = folder.removeprefix("models--").replace("--", "/")
+            async with turns:
+                return [await self.stored(repository, revision) for revision in await self.below(folder)]
+
+        folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
+        found = [stored for each in await asyncio.gather(*map(of, folders)) for stored in each]
+        return [stored for stored in found if stored.sizes or stored.manifest is not None]  # some stores keep empty folders
+
+    async def removed(self, repository: str, revision: str) -> int:
+        import obstore
+
+        prefix = place(repository, revision)
+        gone = 0
+        with contextlib.suppress(ObjectMissing):
+            await self.limits.asked(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
+        for name, size in (await self.sizes(repository, revision)).items():
+            with contextlib.suppress(ObjectMissing):  # somebody else removes it as well
+                await self.limits.asked(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
+            gone += size
+        return gone
+
+
+class ClusterCache:
+    """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread, and ends within bounds of time."""
+
+    def __init__(self, url: str, limits: Limits | None = None) -> None:
+        self.url = url
+        self._bucket = Bucket(url, stores.opened(url, SETTING), limits or Limits())
+
+    def fetch(self, repository: str, revision: str) -> Fetch | None:
+        """How to fetch a snapshot into the local cache; None if the bucket has none of it. Raises FetchFailed, ManifestError."""
+        check_names(repository, revision)
+        manifest, _ = self._run(self._bucket.manifest(repository, revision))
+        return None if manifest is None else functools.partial(self._fetch, manifest)
+
+    def _fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> Manifest:
+        self._run(Filling(self._reading(manifest, progress), folder).all())
+        return msgspec.structs.replace(manifest, origin="cluster")
+
+    def push(self, folder: Path, manifest: Manifest, progress: Progress, *, force: bool = False) -> Pushed:
+        """Write the files of `manifest`, which lie in `folder`, then the manifest. What is there already is left alone, unless `force`.
+
+        Files that a snapshot has beside these stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
+        """
+        from sie_adapter.weights.pushing import Push
+
+        encode(manifest)
+        return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))
+
+    def listed(self) -> list[Stored]:
+        """All snapshots, those that are not complete among them, in order of their names. Raises FetchFailed."""
+        return self._run(self._bucket.listed())
+
+    def stored(self, repository: str, revision: str) -> Stored:
+        """One snapshot, as `listed` has it. Raises FetchFailed, ManifestError."""
+        check_names(repository, revision)
+        return self._run(self._bucket.stored(repository, revision))
+
+    def verify(self, stored: Stored, progress: Progress) -> list[str]:
+        """What is wrong with the files of a snapshot: each is read and digested, and not kept. Raises FetchFailed."""
+        if stored.manifest is None:
+            return list(stored.wrong.values())
+        names = [name for name in stored.manifest.files if name not in stored.wrong]
+        progress.expect(sum(stored.manifest.files[name].bytes for name in names))
+        return [*stored.wrong.values(), *self._run(Checking(self._reading(stored.manifest, progress)).wrong(names))]
+
+    def remove(self, repository: str, revision: str) -> int:
+        """Remove a snapshot, its manifest first. Returns the bytes that are gone. Raises FetchFailed, ManifestError."""
+        check_names(repository, revision)
+        return self._run(self._bucket.removed(repository, revision))
+
+    def _reading(self, manifest: Manifest, progress: Progress) -> Reading:
+        return Reading(self._bucket.store, place(manifest.repository, manifest.revision), manifest, progress, self._bucket.limits)
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The outcome of `work`, in a loop of its own; what the store refused becomes FetchFailed, with what to do."""
+        try:
+            return asyncio.run(work)
+        except BucketMissing as error:
+            bucket = self.url.split("/")[2]
+            raise FetchFailed("NOT_FOUND", f"there is no bucket {bucket}: make it, or name another one in {SETTING}") from error
+        except AccessRefused as error:
+            fix = "give credentials that may read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
+            raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
+        except StoreError as error:
+            raise FetchFailed("NETWORK", f"the store gave no answer that helps ({error}): is its endpoint right, and is it up?") from error
+
+
+def place(repository: str, revision: str) -> str:
+    """Where the objects of a snapshot are."""
+    return f"models--{repository.replace('/', '--')}/{revision}"
+

@@ -1,0 +1,93 @@
+"""Whether a snapshot that somebody else put into the cache is complete: the hub's own client, an older one, or a copy by hand.
+
+    told     by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there, of its size
+    judged   by what the files say of each other, where there is no listing
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from sie_adapter.weights.selection import Wanted
+
+_HEADER_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what the decoder raises for bad syntax, UTF-8, depth
+_NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no folder in a repository
+
+
+def told(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
+    """Whether the listing of the hub's client says that the snapshot has all files that are `wanted`. `cache`: the folder `hub`."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        listing = get_cached_repo_tree(repository, revision=revision, cache_dir=cache)
+    except (CachedRepoTreeNotFoundError, OSError):
+        return False
+    folder = _folder(cache, repository) / "snapshots" / revision
+    files = [file for file in listing if wanted(file.path)]
+    return bool(files) and all(_size(folder / file.path) == file.size for file in files)
+
+
+def judged(cache: Path, repository: str, revision: str) -> str:
+    """What shows that a snapshot without a listing is not complete; empty if nothing does."""
+    folder = _folder(cache, repository) / "snapshots" / revision
+    if not folder.is_dir():
+        return "it is not there"
+    if any((_folder(cache, repository) / "blobs").glob("*.incomplete")):
+        return "blobs of its repository are marked as incomplete"
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() and not path.exists():
+            return f"{name} points nowhere"
+        if path.suffix == ".safetensors" and (wrong := _wrong_with(path)):
+            return f"{name} {wrong}"
+        if path.suffix == ".json" and path.is_file():
+            try:
+                missing = _missing(path, msgspec.json.decode(path.read_bytes()))
+            except (*_NO_JSON, OSError) as error:
+                return f"{name} is not JSON: {type(error).__name__}"
+            if missing:
+                return f"{name} names {missing}, which is not there"
+    return ""
+
+
+def _missing(path: Path, stored: object) -> str:
+    """The first file or folder that an index of shards, or a list of modules, names in vain."""
+    named: list[str] = []
+    if path.name.endswith(".safetensors.index.json") and isinstance(stored, dict) and isinstance(stored.get("weight_map"), dict):
+        named = sorted(set(map(str, stored["weight_map"].values())))
+    elif path.name == "modules.json" and isinstance(stored, list):
+        with_files = [module for module in stored if isinstance(module, dict) and not str(module.get("type")).endswith(_NO_FILES)]
+        named = [str(module.get("path") or ".") for module in with_files]
+    return next((name for name in named if not (path.parent / name).exists()), "")
+
+
+def _wrong_with(path: Path) -> str:
+    """What is wrong with the length of a safetensors file: its header says where its last tensor ends."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_HEADER_BYTES), "little")
+            if size < _HEADER_BYTES or length > min(size, _MOST_HEADER_BYTES):
+                return "is cut off"
+            header = msgspec.json.decode(file.read(length), type=dict[str, object])
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__" and isinstance(entry, dict)]
+        due = _HEADER_BYTES + length + max(ends, default=0)
+    except (*_NO_JSON, OSError, KeyError, TypeError, IndexError) as error:
+        return f"is not a safetensors file: {type(error).__name__}"
+    return "" if due == size else f"has {size} bytes, its header says {due}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else -1
+    except OSError:
+        return -1
+
+
+def _folder(cache: Path, repository: str) -> Path:
+    return cache / f"models--{repository.replace('/', '--')}"

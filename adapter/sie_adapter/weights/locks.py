@@ -1,0 +1,88 @@
+"""Locks between the processes of a node, on files: shared for those who use a snapshot, exclusive for the one who fetches or removes it.
+
+The kernel lets go of them with the process, however it ends. They hold between threads of one process too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class Lock:
+    """One lock that is held, until `close` or until nobody holds this object. Its file stays: removing it would let in a second holder."""
+
+    def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
+        """`is_use`: that it begins and that it ends is noted in the time of its file."""
+        self._descriptor = descriptor
+        self._is_use = is_use
+        self._touch()
+
+    def write(self, data: bytes) -> None:
+        """Leave a note in the file, for those who wait; none where the disk is full or the file is another user's: it is only advice."""
+        if self._descriptor is None:
+            return
+        try:
+            os.pwrite(self._descriptor, data, 0)
+            os.ftruncate(self._descriptor, len(data))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)  # rather none than an old one
+
+    def _touch(self) -> None:
+        if self._descriptor is not None and self._is_use:
+            with contextlib.suppress(OSError):  # another user's file, on a disk that both read
+                os.utime(self._descriptor)
+
+    def close(self) -> None:
+        """Let go."""
+        self._touch()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def taken(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
+    """The lock at `path`, or None while somebody else's excludes it. Never waits. Raises OSError.
+
+    Another user's file is locked without writing to it, which file systems over a network may refuse for an exclusive lock.
+    A shared lock in a folder that this user may not write to is one in name only: who may not write there removes nothing either.
+    """
+    refused: OSError | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        refused = error
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            if shared:
+                return Lock(None)
+            raise refused from None
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise (refused or error) from None
+    return Lock(descriptor, is_use=is_use)

@@ -1,0 +1,96 @@
+"""How far a fetch of weights is: told by the threads that fetch, read by whoever asks, logged every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sie_contracts.messages import Fetched
+
+_logger = logging.getLogger("sie.adapter")
+
+LOG_EVERY_S = 5.0
+STEP_EVERY_S = 1.0
+
+
+class Progress:
+    """One fetch. Every method may be called from any thread. `what` names it in the log; `clock` is in seconds.
+
+    `on_expect` hears before the first byte how many are to come and may raise FetchFailed; `on_step` hears at most once a second how
+    far it is, and also while nothing arrives but files are checked.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.what = what
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._total_bytes = 0
+        self._had_bytes = 0
+        self._arrived_bytes = 0
+        self._followed_per_s = 0.0
+        self._started_s = self._logged_s = clock()
+        self._stepped_s = -STEP_EVERY_S  # by the clock: the first step is told
+        self.on_expect: Callable[[int], None] = lambda _: None
+        self.on_step: Callable[[Fetched], None] = lambda _: None
+
+    def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
+        """The bytes of the whole snapshot, and those of them that are there already. Makes room for the others. Raises FetchFailed."""
+        with self._lock:
+            self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
+            self._started_s, self._arrived_bytes = self._clock(), 0
+        self.on_expect(total_bytes - had_bytes)
+        self._step(0)
+
+    def add(self, count: int) -> None:
+        """So many bytes arrived; negative: what arrived, or was there, has to be fetched again."""
+        self._step(count)
+
+    def touch(self, _: int = 0) -> None:
+        """Nothing arrived, but work goes on: a file is being checked."""
+        self._step(0)
+
+    def follow(self, fetched: Fetched) -> None:
+        """Somebody else fetches it, and is so far."""
+        with self._lock:
+            self._total_bytes, self._had_bytes, self._followed_per_s = fetched.total_bytes, fetched.done_bytes, fetched.bytes_per_s
+
+    def _step(self, count: int) -> None:
+        with self._lock:
+            self._arrived_bytes += count
+            now_s = self._clock()
+            steps, logs = now_s - self._stepped_s >= STEP_EVERY_S, now_s - self._logged_s >= LOG_EVERY_S
+            if not steps and not logs:
+                return
+            self._stepped_s = now_s if steps else self._stepped_s
+            self._logged_s = now_s if logs else self._logged_s
+            told, state = self._told(now_s), self._state(now_s)
+        if steps:
+            self.on_step(state)
+        if logs:
+            _logger.info("fetching %s: %s", self.what, told)
+
+    def end(self) -> None:
+        """It is all there."""
+        with self._lock:
+            told = self._told(self._clock())
+        _logger.info("fetched %s: %s", self.what, told)
+
+    def state(self) -> Fetched:
+        """As it is now."""
+        with self._lock:
+            return self._state(self._clock())
+
+    def _state(self, now_s: float) -> Fetched:
+        rate = self._rate(now_s) if self._arrived_bytes else self._followed_per_s
+        return Fetched(self._had_bytes + self._arrived_bytes, self._total_bytes, round(rate, 1))
+
+    def _rate(self, now_s: float) -> float:
+        passed_s = now_s - self._started_s
+        return self._arrived_bytes / passed_s if passed_s > 0 else 0.0
+
+    def _told(self, now_s: float) -> str:
+        done, total = self._had_bytes + self._arrived_bytes, self._total_bytes
+        share = f"{100 * done / total:.0f} %, " if total else ""
+        return f"{share}{done / 2**20:.1f} of {total / 2**20:.1f} MiB, {self._rate(now_s) / 2**20:.1f} MiB/s"

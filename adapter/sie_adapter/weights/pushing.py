@@ -1,0 +1,192 @@
+"""A snapshot into a bucket: its files first, its manifest last, so that whoever finds a manifest finds all that it names.
+
+    manifest there ──► files that it lacks ──► each digested, then written ──► manifest of both, unless it changed ──► all read again
+
+Any number of pushers may do so at once: they write the same bytes, a manifest takes the place only of the one that it was made from, and
+each looks at the end whether what it relied on is still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from sie_adapter.weights.progress import Progress
+from sie_contracts import stores
+from sie_contracts.stores import ObjectMissing, StoreError, WrittenMeanwhile
+from sie_contracts.weights import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
+
+if TYPE_CHECKING:
+    from obstore import PutMode
+
+    from sie_adapter.weights.cluster import Bucket
+
+_logger = logging.getLogger("sie.adapter")
+
+MOST_PARTS = 9_000  # of one object: stores allow 10,000
+LEAST_PART_BYTES = 8 << 20  # and nothing under 5 MiB
+STALL_S = 180.0  # for one part
+ROUNDS = 20  # of looking, writing and looking again
+DIGEST = "sha256"  # attribute of an object: what its writer had digested
+
+
+class PushRefused(Exception):
+    """What is to be pushed contradicts what is there, or its own manifest."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did: files that it wrote, files that were there, and the bytes of the first."""
+
+    written: int
+    present: int
+    bytes: int
+
+
+class Push:
+    """One push of the files of `manifest`, which lie in `folder`."""
+
+    def __init__(self, bucket: Bucket, folder: Path, manifest: Manifest, progress: Progress) -> None:
+        from sie_adapter.weights.cluster import place
+
+        self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
+        self._place = place(manifest.repository, manifest.revision)
+        self._what = f"{manifest.repository}@{manifest.revision}"
+        self._written: dict[str, int] = {}
+
+    async def all(self, *, force: bool) -> Pushed:
+        """Raises PushRefused, FetchFailed, StoreError, OSError."""
+        for number in range(ROUNDS):
+            there, version = await self._there(force=force)
+            todo = await self._lacking(there, everything=force and not number)
+            self._progress.expect(sum(self._manifest.files[name].bytes for name in todo))
+            for name in todo:
+                await self._write(name, self._manifest.files[name])
+                self._written[name] = self._manifest.files[name].bytes
+            wanted = self._joined(there)
+            try:
+                if wanted != there:
+                    await self._put(MANIFEST, encode(wanted), {}, version)
+                stored = await self._bucket.stored(self._manifest.repository, self._manifest.revision)
+                if not stored.wrong and stored.manifest is not None and self._joined(stored.manifest) == stored.manifest:
+                    return Pushed(len(self._written), len(self._manifest.files) - len(self._written), sum(self._written.values()))
+            except WrittenMeanwhile as error:
+                _logger.info("%s: %s", self._what, error)
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # not again at the same moment as they
+        raise StoreError("somebody else removes or replaces it all the time")
+
+    async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
+        """The manifest that is there and says nothing else of any of these files, and how to write another one."""
+        try:
+            there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
+        except FetchFailed as error:
+            if force:
+                return None, "overwrite"
+            raise PushRefused(error.message) from error
+        others = [name for name, fact in self._manifest.files.items() if there is not None and there.files.get(name, fact) != fact]
+        if others and not force:
+            raise PushRefused(
+                f"{self._what} is there with another {others[0]}, SHA-256 {there.files[others[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
+                f"{self._manifest.files[others[0]].sha256[:16]}..: one commit has one content. Push it under another name or revision, "
+                "or replace what is there with --force"
+            )
+        return None if others else there, version
+
+    async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
+        """The files that have to be written: of another size, or of which nothing says that they are right."""
+        if everything:
+            return list(self._manifest.files)
+        sizes = await self._bucket.sizes(self._manifest.repository, self._manifest.revision)
+        lacking = []
+        for name, fact in self._manifest.files.items():
+            is_told = there is not None and name in there.files
+            if sizes.get(name) != fact.bytes or not (is_told or await self._is_ours(name, fact)):
+                lacking.append(name)
+        return lacking
+
+    async def _is_ours(self, name: str, fact: FileFact) -> bool:
+        """Whether another push, which did not end, wrote these bytes."""
+        import obstore
+
+        try:
+            found = await self._bucket.limits.asked(
+                functools.partial(obstore.get_async, self._bucket.store, f"{self._place}/{name}", options={"head": True})
+            )
+        except ObjectMissing:
+            return False
+        return found.attributes.get(DIGEST) == fact.sha256
+
+    def _joined(self, there: Manifest | None) -> Manifest:
+        files, left_out = dict(self._manifest.files), set(self._manifest.left_out)
+        if there is not None:
+            files = {**there.files, **files}
+            left_out |= set(there.left_out)
+        return Manifest(self._manifest.repository, self._manifest.revision, files, tuple(sorted(left_out - files.keys())), "cluster")
+
+    async def _write(self, name: str, fact: FileFact) -> None:
+        path = self._folder / name
+        if path.stat().st_size != fact.bytes or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256:
+            raise PushRefused(f"{path} is not what the manifest beside it says: `sie weights verify --local` tells what else is wrong")
+        attributes = {DIGEST: fact.sha256}
+        if fact.bytes <= LEAST_PART_BYTES:
+            await self._put(name, await asyncio.to_thread(path.read_bytes), attributes, "overwrite")
+            self._progress.add(fact.bytes)
+        else:
+            await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
+
+    async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
+        """Raises WrittenMeanwhile if somebody wrote what `mode` says that nobody did; a store that cannot tell writes."""
+        import obstore
+        from obstore.exceptions import NotSupportedError
+
+        async def put(mode: PutMode) -> None:
+            await obstore.put_async(
+                self._bucket.store, f"{self._place}/{name}", data, attributes=attributes, mode=mode, use_multipart=False
+            )  # fmt: skip
+
+        try:
+            await self._bucket.limits.asked(functools.partial(put, mode), STALL_S)
+        except StoreError as error:
+            if not isinstance(error.__cause__, NotSupportedError):
+                raise
+            await self._bucket.limits.asked(functools.partial(put, "overwrite"), STALL_S)
+
+    async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
+        """Write a large file in parts, some at once. Raises StoreError, also when no part is taken for STALL_S."""
+        import obstore
+        from obstore.exceptions import BaseError
+
+        part_bytes = max(LEAST_PART_BYTES, -(-size // MOST_PARTS))
+        sent = 0
+        loop = asyncio.get_running_loop()
+
+        async def pieces(file: IO[bytes], patience: asyncio.Timeout) -> AsyncIterator[bytes]:
+            nonlocal sent
+            while piece := await asyncio.to_thread(file.read, part_bytes):
+                yield piece
+                sent += len(piece)
+                self._progress.add(len(piece))
+                patience.reschedule(loop.time() + STALL_S)
+
+        is_whole = False
+        try:
+            with path.open("rb") as file:
+                async with asyncio.timeout(STALL_S) as patience:
+                    await obstore.put_async(
+                        self._bucket.store, f"{self._place}/{name}", pieces(file, patience), attributes=attributes, use_multipart=True,
+                        chunk_size=part_bytes, max_concurrency=self._bucket.limits.parts_at_once,
+                    )  # fmt: skip
+            is_whole = True
+        except TimeoutError as error:
+            raise StoreError(f"no part was taken for {STALL_S:g} s") from error
+        except BaseError as error:
+            raise stores.failure(error) from error
+        finally:
+            if not is_whole:
+                self._progress.add(-sent)

@@ -1,0 +1,67 @@
+"""Which files of a repository a model needs, and what every load of its family begins with."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from pathlib import Path
+
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.options import PARAMETERS
+from sie_contracts.weights import MANIFEST
+
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md", "artifact.metadata", "sparse_linear.pt", "colbert_linear.pt")
+PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
+UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
+LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+Wanted = Callable[[str], bool]
+
+
+def _matching(patterns: tuple[str, ...]) -> Wanted:
+    """`*` also matches /, as in the patterns of the hub's client."""
+
+    def wanted(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in UNREAD
+        )
+
+    return wanted
+
+
+common = _matching(FILES)
+of_lora = _matching(LORA_FILES)
+
+
+def wanted_by(entry: ModelEntry) -> Wanted:
+    """The files that a load of `entry` may read. A family of somebody else's may read any."""
+    if entry.family not in PARAMETERS:
+        return _matching(("*",))
+    return _matching((*FILES, *(("*.py",) if runs_code(entry) else ()), *((PICKLED,) if entry.family == "gliner" else ())))
+
+
+def runs_code(entry: ModelEntry) -> bool:
+    """Whether a load of the entry, or of one of its profiles, runs code that lies beside the weights."""
+    return any(load.trust_remote_code for load in (entry.load, *(profile.load for profile in entry.profiles.values())) if load is not None)
+
+
+def is_model(folder: Path, entry: ModelEntry) -> bool:
+    """Whether the folder has what every load of this family begins with. A family of somebody else's knows by itself."""
+    if entry.family not in PARAMETERS:
+        return folder.is_dir()
+    if entry.family == "gliner":
+        return (folder / "gliner_config.json").is_file() and (has_safetensors(folder) or (folder / PICKLED).is_file())
+    in_subfolder = (folder / "modules.json").is_file() and any(folder.glob("*/*.safetensors"))
+    return in_subfolder or ((folder / "config.json").is_file() and has_safetensors(folder))
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether weights lie in the folder itself."""
+    return any(folder.glob("*.safetensors"))
+
+
+def lacking(entry: ModelEntry) -> str:
+    """What a folder is that is no model of this family."""
+    if entry.family not in PARAMETERS:
+        return "is not a folder"
+    return f"holds no {'gliner_config.json and weights' if entry.family == 'gliner' else 'config.json and safetensors'}"

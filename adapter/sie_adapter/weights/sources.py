@@ -1,0 +1,309 @@
+"""The folder that holds the files of a model: a path, the local cache, the cluster cache, an installed package, then the hub.
+
+    weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the hub (SIE_HF_FALLBACK)
+
+The first that is named and present wins. Nothing but files is read here: a package is located, never imported. What comes from the
+cluster cache or the hub lands in the local cache. A snapshot there that nothing tells to be complete counts as a miss while a download
+is allowed, which keeps its files and fetches what is missing; without one, it serves if its files agree with each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sie_adapter.failure import load_failed, lora_failed
+from sie_adapter.weights.cache import LocalCache
+from sie_adapter.weights.disk import limited
+from sie_adapter.weights.hub import commit_of, hub_fetch
+from sie_adapter.weights.locks import Lock
+from sie_adapter.weights.progress import Progress
+from sie_adapter.weights.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
+from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.messages import Fetched
+from sie_contracts.settings import Settings
+from sie_contracts.weights import FetchFailed, ManifestError, is_safe
+
+if TYPE_CHECKING:
+    from sie_adapter.weights.cluster import ClusterCache
+
+_NO_LEASE = Lock(None)
+_logger = logging.getLogger("sie.adapter")
+
+
+@dataclass(frozen=True)
+class Located:
+    """A folder of weights; nobody removes it from the disk while the lease is held."""
+
+    folder: Path
+    lease: Lock = _NO_LEASE
+
+
+@dataclass(frozen=True)
+class WeightSources:
+    """Where this process looks. `cache_folder` is laid out as HF_HOME: snapshots are under `hub`."""
+
+    cache_folder: Path
+    may_download: bool
+    cluster: ClusterCache | None = None
+    cache: LocalCache = None  # type: ignore[assignment]  # of cache_folder, unless one with limits is given
+    _fetching: dict[str, Progress] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cache is None:
+            object.__setattr__(self, "cache", LocalCache(self.cache_folder))
+
+    @classmethod
+    def of(cls, settings: Settings) -> WeightSources:
+        """The sources that the settings of a process name. Raises SettingError."""
+        cache = limited(settings.cache_folder, settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None)
+        cluster = None
+        if settings.cluster_cache:
+            from sie_adapter.weights.cluster import ClusterCache
+
+            cluster = ClusterCache(settings.cluster_cache)
+        return cls(settings.cache_folder, settings.hf_fallback, cluster, cache)
+
+    def folder(self, entry: ModelEntry) -> Path:
+        """The folder of `entry`, downloaded if need be. Raises ModelLoadFailed, which names what was looked at and what would help."""
+        return self.locate(entry).folder
+
+    def locate(self, entry: ModelEntry) -> Located:
+        """`folder`, and a lease on it: whoever loads from it keeps that for as long as the model is loaded. Raises ModelLoadFailed."""
+        weights = entry.weights
+        looked: list[str] = []
+        if weights.path:
+            if is_model(folder := Path(weights.path).expanduser(), entry):
+                return Located(folder)
+            looked.append(f"weights.path {weights.path} {lacking(entry)}")
+        failed: FetchFailed | None = None
+        if weights.hub:
+            try:
+                located, failed = self._cached(entry, looked)
+            except ManifestError as error:
+                raise load_failed("INCOMPATIBLE", f"no weights for {entry.id}: {error}") from error
+            if located is not None:
+                return located
+        if weights.package:
+            if (packaged := package_folder(weights.package)) is not None:
+                return Located(packaged)
+            looked.append(f"the package {weights.package} is not installed or carries no model")
+        if weights.unpinned:
+            looked.append(f"no commit of {weights.hub} is known to download: sie models add {weights.hub} --revision COMMIT pins one")
+        elif weights.hub and self.may_download:
+            return self._downloaded(entry)
+        elif weights.hub:
+            looked.append("downloads are off (SIE_HF_FALLBACK)")
+        raise load_failed(failed.error_class if failed else "NOT_FOUND", f"no weights for {entry.id}: {'; '.join(looked)}") from failed
+
+    def fetching(self) -> dict[str, Fetched]:
+        """How far each fetch of this process is, by the id of its entry."""
+        with self._lock:
+            return {name: progress.state() for name, progress in self._fetching.items()}
+
+    def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
+        """The snapshot in the local cache, brought there from the cluster cache if need be; else what `looked` gets to say, and why the
+        cluster cache failed, if it did."""
+        weights = entry.weights
+        revision = self._only_revision(entry) if weights.unpinned else weights.revision
+        if not revision:
+            looked.append(f"{weights.hub} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE)")
+            return None, None
+        what, lease = f"{weights.hub}@{revision}", self._leased(weights.hub, revision)
+        folder = self.cache.find(weights.hub, revision, wanted_by(entry))
+        if folder is not None and self._has_all(folder, entry):
+            return Located(folder, lease), None
+        failed: FetchFailed | None = None
+        if self.cluster is not None:
+            try:
+                fetch = self.cluster.fetch(weights.hub, revision)
+                if fetch is not None:
+                    with self._told(entry.id, what) as progress:
+                        self.cache.obtain(weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress)
+                    folder = self.cache.find(weights.hub, revision, wanted_by(entry))  # it was pushed for a model that may want less
+                    if folder is not None and self._has_all(folder, entry):
+                        return Located(folder, lease), None
+                holds = "has no" if fetch is None else "has not all of"
+                looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE) {holds} {what}")
+            except FetchFailed as error:
+                failed = error
+                looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
+                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)  # the next source may have it
+        untold = self.cache.place(weights.hub, revision)
+        unfit = self.cache.why_not(weights.hub, revision)
+        if not unfit and self._has_all(untold, entry):
+            if self.may_download and not weights.unpinned:
+                try:
+                    return self._fetched(entry, lease), None
+                except FetchFailed as error:
+                    _logger.warning("%s is used as it was found in the local cache, where its files agree: %s", what, error.message)
+            return Located(untold, lease), None
+        looked.append(self._missing(entry, revision, unfit))
+        return None, failed
+
+    def _missing(self, entry: ModelEntry, revision: str, unfit: str) -> str:
+        weights, what = entry.weights, f"{entry.weights.hub}@{revision}"
+        if (place := self.cache.place(weights.hub, revision)).exists():
+            absent = next((f"{name}, which weights.digests names, is missing" for name in _absent(place, entry)), lacking(entry))
+            return f"{what} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
+        others = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
+        holds = f", which has {', '.join(others)} of it" if others else ""
+        return f"{what} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}"
+
+    def _has_all(self, folder: Path, entry: ModelEntry) -> bool:
+        return is_model(folder, entry) and not _absent(folder, entry)
+
+    def _only_revision(self, entry: ModelEntry) -> str:
+        """The only commit that the cache has of a model without a pin; empty if it has none. Raises ModelLoadFailed if it has several."""
+        hub = entry.weights.hub
+        snapshots = sorted(self.cache.place(hub, "any").parent.glob("*"))
+        found = [
+            folder.name
+            for folder in snapshots
+            if is_model(folder, entry) and (self.cache.find(hub, folder.name) or not self.cache.why_not(hub, folder.name))
+        ]
+        if len(found) > 1:
+            message = f"the cache has several snapshots of {hub}, {', '.join(found)}: sie models add {hub} --revision COMMIT chooses one"
+            raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {message}")
+        return found[0] if found else ""
+
+    def _downloaded(self, entry: ModelEntry) -> Located:
+        what = _named(entry.weights)
+        try:
+            located = self._fetched(entry, self._leased(entry.weights.hub, entry.weights.revision))
+        except FetchFailed as error:
+            raise load_failed(error.error_class, error.message) from error
+        if not is_model(located.folder, entry):
+            raise load_failed("INCOMPATIBLE", f"{what} {lacking(entry)}")
+        return located
+
+    def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
+        """From the hub. Raises FetchFailed."""
+        weights, wanted, what = entry.weights, wanted_by(entry), _named(entry.weights)
+        with self._told(entry.id, what) as progress:
+            fetch = hub_fetch(weights.hub, weights.revision, wanted)
+            return Located(self.cache.obtain(weights.hub, weights.revision, fetch, what, wanted=wanted, progress=progress), lease)
+
+    def _leased(self, repository: str, revision: str) -> Lock:
+        try:
+            return self.cache.lease(repository, revision)
+        except FetchFailed as error:
+            raise load_failed(error.error_class, error.message) from error
+
+    @contextlib.contextmanager
+    def _told(self, name: str, what: str) -> Iterator[Progress]:
+        """The progress of a fetch, which `fetching` tells of meanwhile."""
+        progress = Progress(what)
+        with self._lock:
+            self._fetching[name] = progress
+        try:
+            yield progress
+        finally:
+            with self._lock:
+                if self._fetching.get(name) is progress:
+                    del self._fetching[name]
+
+    def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
+        """A LoRA: a path that the entry names or in `models_dir` (./models), else a hub repository `name` or `name@commit`.
+
+        Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
+        """
+        is_named = name in {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())}
+        path = Path(name).expanduser() if is_named else Path(name)
+        if path.is_absolute() or name.startswith("."):
+            if not is_named and not path.resolve().is_relative_to(Path(models_dir or "models").resolve()):
+                raise lora_failed(name, "a path must be named by the model's entry or lie in SIE_MODELS_DIR")
+            return Located(path)
+        repository, _, revision = name.partition("@")
+        try:
+            return self._lora(repository, revision)
+        except ManifestError as error:
+            raise lora_failed(name, "it is neither a folder nor the name of a hub repository") from error
+        except FetchFailed as error:
+            allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
+            raise lora_failed(name, f"not in the local cache; {error.message}{allowed}") from error
+
+    def _lora(self, repository: str, revision: str) -> Located:
+        """Raises FetchFailed, ManifestError."""
+        commit = revision if _is_commit(revision) else self._lora_commit(repository, revision)
+        lease, what = self.cache.lease(repository, commit), f"{repository}@{commit}"
+        if (folder := self._whole_lora(repository, commit)) is not None:
+            return Located(folder, lease)
+        failed: FetchFailed | None = None
+        if self.cluster is not None:
+            try:
+                if (fetch := self.cluster.fetch(repository, commit)) is not None:
+                    self.cache.obtain(repository, commit, fetch, what, wanted=of_lora)
+                    if (folder := self._whole_lora(repository, commit)) is not None:
+                        return Located(folder, lease)
+            except FetchFailed as error:
+                failed = error
+                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)  # the next source may have it
+        untold = self.cache.place(repository, commit)
+        fits = _has_lora(untold) and not self.cache.why_not(repository, commit)
+        if not self.may_download:
+            if fits:
+                return Located(untold, lease)
+            raise failed or FetchFailed("NOT_FOUND", f"{what} is nowhere")
+        try:
+            fetched = self.cache.obtain(repository, commit, hub_fetch(repository, commit, of_lora), what, wanted=of_lora)
+        except FetchFailed:
+            if fits:
+                return Located(untold, lease)
+            raise
+        if not _has_lora(fetched):
+            raise FetchFailed("INCOMPATIBLE", f"{what} has not {' and '.join(LORA_FILES)}")
+        return Located(fetched, lease)
+
+    def _whole_lora(self, repository: str, commit: str) -> Path | None:
+        folder = self.cache.find(repository, commit, of_lora)
+        return folder if folder is not None and _has_lora(folder) else None
+
+    def _lora_commit(self, repository: str, branch: str) -> str:
+        """The commit that stands for a branch: what the hub's client last found, else the only one in the cache, else what the hub says."""
+        place = self.cache.place(repository, "any")
+        if branch and not is_safe(branch):
+            raise ManifestError(f"{branch[:200]!r} is no branch")
+        reference = place.parent.parent / "refs" / (branch or "main")
+        with contextlib.suppress(OSError):
+            return reference.read_text("utf-8").strip()
+        present = [folder.name for folder in place.parent.glob("*") if _has_lora(folder)]
+        if len(present) == 1 and not branch:
+            return present[0]
+        if not self.may_download:
+            raise FetchFailed("NOT_FOUND", f"no commit of {repository} is known")
+        return commit_of(repository, branch or None)
+
+
+def package_folder(package: str) -> Path | None:
+    """The folder of an installed distribution that holds config.json beside safetensors; None if there is none."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    folders = (Path(str(file.locate())).parent for file in files if file.name == "config.json")
+    return next((folder for folder in folders if has_safetensors(folder)), None)
+
+
+def _absent(folder: Path, entry: ModelEntry) -> list[str]:
+    """The files that the entry has digests of and the folder has not."""
+    return [name for name in entry.weights.digests if not (folder / name).is_file()]
+
+
+def _is_commit(revision: str) -> bool:
+    return len(revision) == 40 and all(letter in "0123456789abcdef" for letter in revision)
+
+
+def _has_lora(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in LORA_FILES)
+
+
+def _named(weights: Weights) -> str:
+    return f"{weights.hub}@{weights.revision}" if weights.revision else weights.hub

@@ -1,0 +1,141 @@
+"""What a format of replies costs the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no time.
+
+Each format is measured beside a gateway that sends prepared bytes in the place of its reply, as many as the vectors have: all that is
+left there is the request, the queue, the results and the writing of the bytes. What a format costs above that is its serialisation.
+Rounds of all formats take turns; the median by rate is shown. Rates depend on what else the machine does, processor time much less.
+
+    python bench/gateway.py [--seconds 4] [--rounds 3] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import wrk
+from report import Report, add_options
+from request_cost import TEXT, Sample, measured, middle
+from stack import Device, Plan, Stack
+
+MODEL = "toy/one"
+GOAL = 0.10
+OTHERS = ("sidecar", "broker", "adapter")
+PREPARED = "BENCH_REPLY_BYTES"
+# runs in the gateway that sends prepared bytes, before anything else
+PREPARE = f"""
+import os
+if os.environ.get("{PREPARED}"):
+    from sie_gateway.call import Answer
+    from sie_gateway.dialects import native
+    body = bytes(int(os.environ["{PREPARED}"]))
+    def prepared(call, finished, **_):
+        finished.check()
+        return Answer(body, "application/octet-stream", finished.headers(finished.timing(call)))
+    native._answer = prepared
+"""
+
+
+@dataclass(frozen=True)
+class Format:
+    name: str
+    path: str = f"/v1/encode/{MODEL}"
+    accept: str = "application/json"
+    prepared: bool = False
+
+    def body(self, texts: int) -> str:
+        if self.path == "/v1/embeddings":
+            return json.dumps({"model": MODEL, "input": [TEXT] * texts, "encoding_format": "base64"})
+        return json.dumps({"items": [TEXT] * texts})
+
+
+FORMATS = (
+    Format("prepared bytes", prepared=True),
+    Format("raw bytes", accept="application/octet-stream"),
+    Format("msgpack", accept="application/msgpack"),
+    Format("Arrow", accept="application/vnd.apache.arrow.stream"),
+    Format("OpenAI base64", path="/v1/embeddings"),
+    Format("JSON"),
+)
+
+
+def size_of(stack: Stack, each: Format, texts: int) -> int:
+    """Bytes of a reply. Raises RuntimeError for one that is no success."""
+    answer = httpx.post(
+        stack.urls[0] + each.path, content=each.body(texts), timeout=30, trust_env=False,
+        headers={"content-type": "application/json", "accept": each.accept},
+    )  # fmt: skip
+    if answer.status_code != 200:
+        raise RuntimeError(f"{each.name}: {answer.status_code} {answer.text[:300]}")
+    return len(answer.content)
+
+
+def sample(stack: Stack, each: Format, texts: int, options: argparse.Namespace) -> Sample:
+    requests, headers = [(each.path, each.body(texts))], {"accept": each.accept}
+    return measured(stack, requests, clients=options.clients, seconds=options.seconds, headers=headers)
+
+
+def measure(texts: int, width: int, options: argparse.Namespace, say: Report) -> None:
+    """One table."""
+    with tempfile.TemporaryDirectory() as folder:
+        patch = Path(folder, "patch")
+        patch.mkdir()
+        (patch / "sitecustomize.py").write_text(PREPARE)
+        python_path = os.pathsep.join([str(patch), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
+        workers = [Device(lanes=2, width=width)]
+        bare = Plan(workers=workers, code=options.code, environ={PREPARED: str(4 * texts * width), "PYTHONPATH": python_path})
+        rounds: dict[str, list[Sample]] = {each.name: [] for each in FORMATS}
+        sizes: dict[str, int] = {}
+        with Stack(Path(folder, "real"), Plan(workers=workers, code=options.code)) as real, Stack(Path(folder, "bare"), bare) as fixed:
+            for turn in range(options.rounds + 1):
+                for each in FORMATS:
+                    stack = fixed if each.prepared else real
+                    sizes[each.name] = size_of(stack, each, texts)
+                    found = sample(stack, each, texts, options)
+                    if turn:  # the first warms up
+                        rounds[each.name].append(found)
+    base = middle(rounds[FORMATS[0].name])
+    say(f"\n## {texts} x {width}\n")
+    say("| reply | bytes | requests/s | p50 ms | gateway us | serialisation us | share of the gateway | others us |")
+    say("|---|---|---|---|---|---|---|---|")
+    for each in FORMATS:
+        found = middle(rounds[each.name])
+        own = found.cpu_us["gateway"] - base.cpu_us["gateway"]
+        others = sum(found.cpu_us[role] for role in OTHERS)
+        load, gateway_us = found.load, found.cpu_us["gateway"]
+        figures = f"{sizes[each.name]} | {load.rate:.0f} | {load.p50_ms:.1f} | {gateway_us:.0f} | {own:+.0f} | {own / gateway_us:+.0%}"
+        say(f"| {each.name} | {figures} | {others:.0f} |")
+    for name in ("raw bytes", "msgpack"):
+        ratio = middle(rounds[name]).cpu_us["gateway"] / base.cpu_us["gateway"] - 1
+        say(f"\n{name}: {ratio:+.0%} processor time of the gateway beside prepared bytes (goal: within {GOAL:.0%}), "
+            f"{middle(rounds[name]).load.rate / base.load.rate - 1:+.0%} requests/s.")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each sample")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--shapes", nargs="*", default=["1x384", "32x1024"], help="texts x width")
+    add_options(parser)
+    options = parser.parse_args()
+    if not wrk.installed():
+        parser.error("wrk is not installed (Debian: apt-get install wrk)")
+    say = Report()
+    say(f"`python bench/gateway.py`, {os.cpu_count()} cores, {options.clients} clients, {options.rounds} rounds of {options.seconds:g} s.")
+    for shape in options.shapes:
+        texts, _, width = shape.partition("x")
+        measure(int(texts), int(width), options, say)
+    say.save(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+{{/* Name of all objects of a release; short enough for what is put behind it */}}
+{{- define "sie.fullname" -}}
+{{- default .Release.Name .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{/* What selects the pods of a component: (list root component) */}}
+{{- define "sie.selector" -}}
+app.kubernetes.io/name: {{ (index . 0).Chart.Name }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* Labels of an object: (list root component) */}}
+{{- define "sie.labels" -}}
+{{ include "sie.selector" . }}
+app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
+helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
+{{- end }}
+
+{{/* One of our own images: (list root name) */}}
+{{- define "sie.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := $root.Values.image -}}
+{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ index . 1 }}:{{ default $root.Chart.AppVersion $image.tag }}
+{{- end }}
+
+{{/* A number without an exponent, anything else as it is: Helm reads each number as a float */}}
+{{- define "sie.value" -}}
+{{- if and (kindIs "float64" .) (eq . (float64 (int64 .))) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- end }}
+
+{{/* Lay the second map over the first, which is changed: (list below above). Unlike mergeOverwrite this also lays false, 0 and "" over */}}
+{{- define "sie.overlay" -}}
+{{- $below := index . 0 -}}
+{{- range $key, $value := index . 1 -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $below $key)) -}}
+{{- include "sie.overlay" (list (get $below $key) $value) -}}
+{{- else -}}
+{{- $_ := set $below $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* One group of workers, whole, as YAML: (list root name) */}}
+{{- define "sie.group" -}}
+{{- $root := index . 0 -}}
+{{- $own := index $root.Values.workers.groups (index . 1) -}}
+{{- $profile := default dict (get $root.Values.machineProfiles $own.machineProfile) -}}
+{{- $group := deepCopy $root.Values.workers.common -}}
+{{- include "sie.overlay" (list $group (omit $profile "batcher" "tolerations")) -}}
+{{- include "sie.overlay" (list $group $own) -}}
+{{- $_ := set $group "tolerations" (concat (default list $group.tolerations) (default list $profile.tolerations)) -}}
+{{- $_ := set $group "settings" (deepCopy $root.Values.settings) -}}
+{{- range list $root.Values.workers.common $profile $own -}}
+{{- include "sie.overlay" (list $group.settings (default dict .settings)) -}}
+{{- end -}}
+{{- $batcher := $group.workerSidecar.batcher -}}
+{{- $chosen := default dict (default dict $own.workerSidecar).batcher -}}
+{{- $documented := dict "coalesceMs" 5 "maxBatchRequests" 12 "maxBatchCost" 16384 -}}
+{{- range $key, $measured := default dict $profile.batcher -}}
+{{- if and (not (hasKey $chosen $key)) (eq (int64 (get $batcher $key)) (int64 (get $documented $key))) -}}
+{{- $_ := set $batcher $key $measured -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $group -}}
+{{- end }}
+
+{{/* The pool as subjects have it: lower case, default is an alias of _default */}}
+{{- define "sie.pool" -}}
+{{- $pool := lower .Values.pool -}}
+{{- if eq $pool "default" }}_default{{ else }}{{ $pool }}{{ end -}}
+{{- end }}
+
+{{/* Machine profiles of all groups, each once, as a JSON list */}}
+{{- define "sie.machineProfiles" -}}
+{{- $found := list -}}
+{{- range $name := keys .Values.workers.groups | sortAlpha -}}
+{{- $found = append $found (get (index $.Values.workers.groups $name) "machineProfile") -}}
+{{- end -}}
+{{- uniq $found | toJson -}}
+{{- end }}
+
+{{/* Seconds that a pod may take to end: above the longest a request may take */}}
+{{- define "sie.grace" -}}
+{{- add (int64 (ceil .Values.gateway.requestTimeoutSeconds)) (int64 .Values.gateway.preStopSeconds) 30 -}}
+{{- end }}
+
+{{/* Whether a component reads a setting that has no key of its own, and what it is: (list root component settings) */}}
+{{- define "sie.settings" -}}
+{{- $component := index . 1 -}}
+{{- $readers := (index . 0).Files.Get "files/settings.json" | fromJson -}}
+{{- $settings := index . 2 -}}
+{{- range $name := keys $settings | sortAlpha -}}
+{{- if not (hasKey $readers $name) -}}
+{{- fail (printf "settings.%s: no process reads it here; `sie settings` lists all, and those with a key in values.yaml are set there" $name) -}}
+{{- end -}}
+{{- if has $component (get $readers $name) }}
+- name: {{ $name }}
+  value: {{ include "sie.value" (get $settings $name) | quote }}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Variables of every process: (list root component settings) */}}
+{{- define "sie.env" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+- name: SIE_LOG_JSON
+  value: {{ $root.Values.logs.json | quote }}
+{{- if $root.Values.tracing.enabled }}
+- name: SIE_TRACING_ENABLED
+  value: "true"
+- name: OTEL_SERVICE_NAME
+  value: sie-{{ $component }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ $root.Values.tracing.endpoint | quote }}
+- name: OTEL_TRACES_SAMPLER
+  value: {{ $root.Values.tracing.sampler | quote }}
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ include "sie.value" $root.Values.tracing.samplerArg | quote }}
+{{- end }}
+{{- include "sie.settings" . }}
+{{- end }}
+
+{{/* How a component comes to the broker: (list root user) */}}
+{{- define "sie.brokerEnv" -}}
+{{- $root := index . 0 -}}
+{{- $user := index . 1 -}}
+{{- $servers := printf "nats://%s-nats:4222" (include "sie.fullname" $root) -}}
+{{- if not $root.Values.nats.enabled -}}
+{{- $servers = required "nats.url: name the servers of your broker, or let the chart bring one with nats.enabled=true" $root.Values.nats.url -}}
+{{- end -}}
+- name: NATS_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ include "sie.secret" $root }}, key: nats-{{ $user }}}
+- name: SIE_NATS_URL
+  value: {{ regexReplaceAll "^(nats|tls)://" $servers (printf "${1}://%s:$(NATS_PASSWORD)@" $user) | quote }}
+{{- end }}
+
+{{/* Variables of who reads the catalogue from the config service */}}
+{{- define "sie.readerEnv" -}}
+- name: SIE_CONFIG_SERVICE_URL
+  value: http://{{ include "sie.fullname" . }}-config:8081
+{{ include "sie.readTokenEnv" . }}
+{{- end }}
+
+{{- define "sie.readTokenEnv" -}}
+- name: SIE_CONFIG_READ_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ include "sie.secret" . }}, key: config-read-token}
+{{- end }}
+
+{{- define "sie.adminTokenEnv" -}}
+- name: SIE_ADMIN_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ include "sie.secret" . }}, key: admin-token, optional: true}
+{{- end }}
+
+{{/* Variables of who makes streams or buckets */}}
+{{- define "sie.streamEnv" -}}
+- name: SIE_STREAM_STORAGE
+  value: {{ .Values.stream.storage }}
+- name: SIE_STREAM_REPLICAS
+  value: {{ include "sie.value" .Values.stream.replicas | quote }}
+{{- end }}
+
+{{- define "sie.payloadEnv" -}}
+{{- if .Values.payloadStore.existingClaim }}
+- name: SIE_PAYLOAD_STORE_URL
+  value: /var/lib/sie/payloads
+{{- else if .Values.payloadStore.url }}
+- name: SIE_PAYLOAD_STORE_URL
+  value: {{ .Values.payloadStore.url | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "sie.payloadMount" -}}
+{{- if .Values.payloadStore.existingClaim }}
+- {name: payloads, mountPath: /var/lib/sie/payloads}
+{{- end }}
+{{- end }}
+
+{{- define "sie.payloadVolume" -}}
+{{- with .Values.payloadStore.existingClaim }}
+- name: payloads
+  persistentVolumeClaim: {claimName: {{ . }}}
+{{- end }}
+{{- end }}
+
+{{/* The secret, and the choice of who may call: neither has a default */}}
+{{- define "sie.secret" -}}
+{{- $_ := include "sie.authMode" . -}}
+{{- required "auth.secretName: name a secret with at least config-read-token and the passwords of the broker's users (see values.yaml)" .Values.auth.secretName -}}
+{{- end }}
+
+{{- define "sie.authMode" -}}
+{{- $mode := required "auth.mode: choose who may call: none (whoever reaches the gateway), static (tokens of the secret) or token (keys made by `sie keys`)" .Values.auth.mode -}}
+{{- if not (has $mode (list "none" "static" "token")) -}}
+{{- fail (printf "auth.mode: got %q, expected none, static or token" $mode) -}}
+{{- end -}}
+{{- $mode -}}
+{{- end }}
+
+{{/* Restricted pod security; all of our processes have the same user, whom the socket's peers must be */}}
+{{- define "sie.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "sie.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* What the specification of every pod begins with: (list root component values account); `component` is that of its label */}}
+{{- define "sie.pod" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $values := index . 2 -}}
+serviceAccountName: {{ include "sie.fullname" $root }}-{{ index . 3 }}
+automountServiceAccountToken: false
+# a service named sie-gateway would otherwise set SIE_GATEWAY_METRICS_PORT and the like
+enableServiceLinks: false
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  {{- include "sie.podSecurity" $root | nindent 2 }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.spread }}
+topologySpreadConstraints:
+  - topologyKey: kubernetes.io/hostname
+    maxSkew: 1
+    whenUnsatisfiable: {{ . }}
+    labelSelector:
+      matchLabels:
+        {{- include "sie.selector" (list $root $component) | nindent 8 }}
+{{- end }}
+{{- end }}
+
+{{/* A disruption budget: (list root component most) */}}
+{{- define "sie.budget" -}}
+{{- $root := index . 0 -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "sie.fullname" $root }}-{{ index . 1 }}
+  labels:
+    {{- include "sie.labels" (list $root (index . 1)) | nindent 4 }}
+spec:
+  maxUnavailable: {{ index . 2 }}
+  # pods that are not ready do not hold up a drain
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "sie.selector" (list $root (index . 1)) | nindent 6 }}
+{{- end }}
+
+{{/* A service account that may do nothing: (list root component annotations) */}}
+{{- define "sie.account" -}}
+{{- $root := index . 0 -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ include "sie.fullname" $root }}-{{ index . 1 }}
+  labels:
+    {{- include "sie.labels" (list $root (index . 1)) | nindent 4 }}
+  {{- with index . 2 }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+automountServiceAccountToken: false
+{{- end }}
+
+{{/* HTTP probes of a process: (list port seconds-to-start) */}}
+{{- define "sie.probes" -}}
+startupProbe:
+  httpGet: {path: /healthz, port: {{ index . 0 }}}
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: {{ div (index . 1) 2 }}
+livenessProbe:
+  httpGet: {path: /healthz, port: {{ index . 0 }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: {{ index . 0 }}}
+  periodSeconds: 3
+  timeoutSeconds: 3
+  failureThreshold: 3
+{{- end }}

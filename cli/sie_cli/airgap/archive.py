@@ -1,0 +1,214 @@
+"""The air-gap archive: one tar file whose index comes first, written to and read from a pipe as well as a disk.
+
+    airgap.json   Index: size and SHA-256 of every file, the entries of the catalogue
+    SHA256SUMS    the same digests and that of airgap.json, as `sha256sum -c` takes them
+    ..            the files, in the order of their names, those of the models last
+
+Plain files only, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar can read it. The reader
+believes no header: it takes exactly what the index names, in that order, and whatever else stands there ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO, Literal
+
+import click
+import msgspec
+
+from sie_contracts.bundles import BUNDLE_ID, Bundle
+from sie_contracts.weights import FileFact, is_safe
+
+INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
+VERSION = 1
+# where files of an archive may lie; what `load` makes by itself lies elsewhere
+FOLDERS = ("cache", "golden", "licences", BILL, "weights")
+MOST_INDEX_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+_BLOCK = 512
+_USTAR_LIMIT = 1 << 33  # the size that 11 octal digits cannot say
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+_DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
+
+Told = Callable[[int], None]
+
+
+class Refused(click.ClickException):
+    """What was asked cannot be done, in one line that says what to do. An archive that is none, is damaged or was cut is one reason."""
+
+
+class Index(msgspec.Struct, frozen=True):
+    """What an archive holds. `entries` are catalogue entries whose weights.path and golden are paths below the loaded folder, `aliases`
+    and `bundles` what goes with them."""
+
+    made_by: str
+    files: dict[str, FileFact]
+    entries: list[dict[str, Any]]
+    aliases: list[dict[str, Any]] = []
+    bundles: list[Bundle] = []
+    kind: Literal["sie-airgap"] = "sie-airgap"
+    version: int = VERSION
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(fact.bytes for fact in self.files.values())
+
+
+def encode(index: Index) -> bytes:
+    """The index as JSON, equal for equal contents."""
+    return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=1) + b"\n"
+
+
+def decode(data: bytes) -> Index:
+    """The index that `data` is. Raises Refused."""
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
+    if head.version != VERSION:
+        raise Refused(f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the sie that made it")
+    try:
+        index = msgspec.json.decode(data, type=Index)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{INDEX}: {error}") from error
+    for name, fact in index.files.items():
+        if not is_safe(name) or _CONTROL.search(name) or name.split("/")[0] not in FOLDERS:
+            raise Refused(f"{INDEX} names the file {name[:200]!r}: expected a path below {', '.join(FOLDERS)}")
+        if fact.bytes < 0 or not _SHA256.fullmatch(fact.sha256):
+            raise Refused(f"{INDEX} has no size and SHA-256 of {name[:200]!r}")
+    for bundle in index.bundles:
+        if not BUNDLE_ID.fullmatch(bundle.id):
+            raise Refused(f"{INDEX} names the bundle {bundle.id[:100]!r}: expected {BUNDLE_ID.pattern}")
+    return index
+
+
+class _Head(msgspec.Struct):
+    kind: Literal["sie-airgap"]
+    version: int
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sums(raw: bytes, index: Index) -> bytes:
+    """SHA256SUMS of an index and the bytes `raw` that it came from."""
+    lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
+    return "\n".join((*lines, "")).encode()
+
+
+def write(out: BinaryIO, index: Index, source: Callable[[str], AbstractContextManager[BinaryIO]], told: Told) -> str:
+    """Write an archive. Returns the digest of its index, which stands for all of it. `told` hears of each piece of a file, bytes.
+
+    Raises Refused for a file that is not what the index says (it changed meanwhile, or is damaged) or whose name is too long; OSError.
+    """
+    raw = encode(index)
+    decode(raw)  # what no reader would take is not written
+    for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
+        out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
+    for name in sorted(index.files):
+        fact = index.files[name]
+        out.write(_header(name, fact.bytes))
+        with source(name) as file:
+            made, left = hashlib.sha256(), fact.bytes
+            while piece := file.read(min(PIECE_BYTES, left + 1)):
+                left -= len(piece)
+                if left < 0:
+                    break
+                made.update(piece)
+                out.write(piece)
+                told(len(piece))
+        if left or made.hexdigest() != fact.sha256:
+            raise Refused(f"{name} is not what its checksum says: it was changed while it was read, or it is damaged")
+        out.write(bytes(-fact.bytes % _BLOCK))
+    out.write(bytes(2 * _BLOCK))
+    return digest(raw)
+
+
+def _header(name: str, size: int) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size = size if size < _USTAR_LIMIT else 0
+    try:
+        block = bytearray(member.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict"))
+    except (ValueError, UnicodeError) as error:
+        raise Refused(f"{name}: {error}; a tar holds names of at most 100 bytes in folders of at most 155") from error
+    if size >= _USTAR_LIMIT:
+        block[124:136] = b"\x80" + size.to_bytes(11, "big")
+        block[148:156] = b"%06o\0 " % (sum(block[:148]) + 8 * ord(" ") + sum(block[156:]))
+    return bytes(block)
+
+
+class Reader:
+    """An archive that is read once, from its beginning. Making it reads and checks the index. Raises Refused, OSError."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._at = 0
+        self.raw = self._small(INDEX)
+        self.index = decode(self.raw)
+        if self._small(SUMS) != sums(self.raw, self.index):
+            raise Refused(f"{SUMS} and {INDEX} do not agree: the archive is damaged; copy it again")
+
+    @property
+    def digest(self) -> str:
+        """Of the index, which stands for the whole archive."""
+        return digest(self.raw)
+
+    def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], told: Told) -> None:
+        """Read every file into what `sink` gives for its name, and compare it with the index. The caller keeps nothing if this raises."""
+        for name in sorted(self.index.files):
+            fact = self.index.files[name]
+            self._expect(name, fact.bytes)
+            made = hashlib.sha256()
+            with sink(name) as file:
+                for piece in self._pieces(fact.bytes):
+                    made.update(piece)
+                    file.write(piece)
+                    told(len(piece))
+            if made.hexdigest() != fact.sha256:
+                raise Refused(f"{name} has the SHA-256 {made.hexdigest()[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}")
+        if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
+            raise Refused(f"something follows the last file of its index: {_DAMAGED}")
+
+    def _small(self, name: str) -> bytes:
+        """A file that is wanted whole, at the start."""
+        return b"".join(self._pieces(self._expect(name)))
+
+    def _expect(self, name: str, size: int | None = None) -> int:
+        """The size of the next member, which must be the plain file `name`, of `size` bytes if that is known."""
+        try:
+            member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
+        except (tarfile.HeaderError, UnicodeError) as error:
+            raise Refused(f"there is no {name} where it should begin, at byte {self._at - _BLOCK}: {_DAMAGED}") from error
+        if member.name != name or member.type != tarfile.REGTYPE:
+            kind = "file" if member.type == tarfile.REGTYPE else "link, folder or device"
+            raise Refused(f"expected the file {name}, got the {kind} {member.name[:200]!r}: {_DAMAGED}")
+        if not 0 <= member.size <= MOST_INDEX_BYTES if size is None else member.size != size:
+            most = f"at most {MOST_INDEX_BYTES}" if size is None else size
+            raise Refused(f"{name} has {member.size} bytes, expected {most}: {_DAMAGED}")
+        return member.size
+
+    def _pieces(self, size: int) -> Iterator[bytes]:
+        """The contents of a member, and the rest of its last block."""
+        left = size
+        while left:
+            piece = self._exactly(min(PIECE_BYTES, left))
+            left -= len(piece)
+            yield piece
+        self._exactly(-size % _BLOCK)
+
+    def _exactly(self, count: int) -> bytes:
+        found = self._stream.read(count)
+        while len(found) < count and (more := self._stream.read(count - len(found))):
+            found += more  # a pipe gives what it has
+        self._at += len(found)
+        if len(found) < count:
+            raise Refused(f"the archive ends after {self._at} bytes, in the middle: it was cut; copy it again")
+        return found

@@ -1,0 +1,267 @@
+"""`sie airgap`: models for a site without a network, in one file that is checked before anything of it counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+
+import sie_contracts
+from sie_cli import display
+from sie_cli.airgap import placing
+from sie_cli.airgap.archive import INDEX, Reader, Refused, Told, digest, write
+from sie_cli.options import loaded, named_options
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import SIEError
+from sie_contracts.settings import BY_NAME, SettingError, Settings
+
+FOLDER = "airgap"
+_FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.group()
+def airgap() -> None:
+    """Models for a site without a network: one archive with weights, tokenizers, entries, licences, checksums and a bill of materials.
+
+    \b
+    sie airgap create --models BAAI/bge-m3,my/model -o models.tar     where there is a network
+    sie airgap verify models.tar                                      check every byte, change nothing
+    sie airgap load models.tar                                        at the site: into ./airgap, or nothing at all
+    sie airgap serve --port 8080                                      `sie serve` of that folder, nothing else is asked for
+
+    The software is not in the archive: its bill of materials names what `sie serve` needs, and in which versions.
+    """
+
+
+@airgap.command()
+@click.option("--models", "names", required=True, multiple=True, metavar="A,B", help="Models of the catalogue, joined by commas.")
+@click.option("--profile", "profiles", multiple=True, metavar="NAME", help="Only these profiles of the models. Default: all of them.")
+@click.option("--output", "-o", required=True, type=_FILE, metavar="FILE", help="The archive, a tar file; - is standard output.")
+@click.option("--force", is_flag=True, help="Replace a FILE that is there.")
+@named_options("SIE_MODELS_DIR", "SIE_LOCAL_CACHE", "SIE_CLUSTER_CACHE", "SIE_HF_FALLBACK")
+def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, force: bool, **values: Any) -> None:
+    """Write models and all that serving them takes to FILE.
+
+    Weights come from where a worker has them: the entry's path, the local cache, an installed package, else a download. Their digests are
+    checked against their entries. Equal models make equal bytes. A model keeps its fingerprint, so indexes made here stay good there.
+    """
+    with _refusing():
+        settings = loaded(values).settings
+        _create(settings, _split(names), profiles, output, force)
+
+
+def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], output: Path, force: bool) -> None:
+    from sie_adapter.weights import WeightSources
+    from sie_cli.airgap.contents import Gathering, choose, contents
+    from sie_config.overlay import Overlay
+
+    if output.exists() and not force:
+        raise Refused(f"{output} exists: --force replaces it")
+    chosen = choose(Overlay(settings).folders(), names)
+    if profiles:
+        chosen = replace(chosen, entries=_with_profiles(chosen.entries, profiles))
+    told_by = logging.getLogger("sie.adapter")  # of what has to be fetched, every few seconds
+    told_by.setLevel(logging.INFO)
+    told_by.addHandler(logging.StreamHandler())
+    gathering = Gathering(WeightSources.of(settings), settings.models_dir)
+    placed = [gathering.model(entry) for entry in chosen.entries]
+    with _written(output, gathering.bytes) as file:
+        with _bar("reading", gathering.unread_bytes) as told:
+            made = contents(replace(chosen, entries=placed), gathering, sie_contracts.__version__, told)
+        with _bar("writing", made.index.bytes) as told:
+            name = write(file, made.index, made.open, told)
+    rows: list[tuple[str, ...]] = [("MODEL", "REVISION", "LICENCE", "SIZE")]
+    for entry in placed:
+        own = sum(fact.bytes for path, fact in made.index.files.items() if path.startswith(f"{entry.weights.path}/"))
+        rows.append((entry.id, entry.revision[:12], entry.license or "not stated", display.size(own)))
+    display.table(rows, err=True)
+    to = "standard output" if str(output) == "-" else str(output)
+    click.echo(f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(made.index.bytes)}", err=True)
+    click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
+
+
+@airgap.command("load")
+@click.argument("file", type=_FILE, metavar="FILE")
+@click.option("--folder", default=FOLDER, show_default=True, type=_FOLDER, help="Where to: it is made, or was made of the same FILE.")
+@click.option("--at", type=_FOLDER, metavar="PATH", help="Where workers see the folder, if that is elsewhere: the mount of a container.")
+@click.option("--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed.")
+def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) -> None:
+    """Unpack FILE (- is standard input) to a folder that `sie airgap serve` serves, once every byte of it was checked.
+
+    A damaged, cut or hostile archive changes nothing, and neither does Ctrl-C: the folder gets its name last. Repeat the command after
+    any failure. The folder holds entries (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS for `sha256sum -c`, and serve.env.
+    """
+    from sie_adapter.weights.selection import runs_code
+
+    folder = folder.absolute()
+    place = (at or folder).absolute()
+    with _refusing(), _opened(file) as stream:
+        reader = Reader(stream)
+        _check_index(reader.digest, wanted)
+        if folder.is_dir() and any(folder.iterdir()):
+            _again(reader, folder, place)
+        else:
+            with _bar("loading", reader.index.bytes) as told:
+                placing.load(reader, folder, place, told)
+        models = placing.entries(reader.index)
+        rows = [(entry.id, entry.revision[:12], entry.license or "not stated") for entry in models]
+        display.table([("MODEL", "REVISION", "LICENCE"), *rows], err=True)
+        foreign = [entry.id for entry in models if runs_code(entry)]
+        if foreign:
+            click.echo(f"warning: loading {', '.join(foreign)} runs code that is in the archive (load.trust_remote_code)", err=True)
+    where = "" if folder == Path(FOLDER).absolute() else f" --folder {folder}"
+    click.echo(f"loaded {folder}, index {reader.digest}")
+    click.echo(f"serve it here: sie airgap serve{where}")
+    click.echo(f"or anywhere: give each process the settings of {folder / placing.ENVIRONMENT}")
+
+
+def _again(reader: Reader, folder: Path, at: Path) -> None:
+    """The folder is there already: that is fine if this very archive was loaded into it. Raises Refused."""
+    if not (folder / INDEX).is_file():
+        raise Refused(f"{folder} holds something else: name another --folder")
+    index, raw = placing.loaded(folder)
+    if raw != reader.raw:
+        raise Refused(f"{folder} holds another archive, index {digest(raw)[:16]}..: give this one another --folder, then serve that")
+    if wrong := placing.wrong(folder, index, digests=False):
+        raise Refused(f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again")
+    placing.place(folder, index, at)
+
+
+@airgap.command()
+@click.argument("what", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
+@click.option("--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed.")
+def verify(what: Path, wanted: str | None) -> None:
+    """Check every byte of an archive, or of a folder that was loaded, against its index. Changes nothing."""
+    with _refusing():
+        if what.is_dir():
+            index, raw = placing.loaded(what)
+            _check_index(digest(raw), wanted)
+            with _bar("checking", index.bytes) as told:
+                wrong = placing.wrong(what, index, told=told)
+            for line in wrong:
+                click.echo(line)
+            if wrong:
+                many = f"{len(wrong)} of {len(index.files)} files"
+                raise Refused(f"{what}: {many} are not what was loaded: remove it, then load the archive again")
+            name = digest(raw)
+        else:
+            with _opened(what) as stream:
+                reader = Reader(stream)
+                _check_index(reader.digest, wanted)
+                placing.check(reader.index)
+                with _bar("checking", reader.index.bytes) as told:
+                    reader.extract(lambda _: Path(os.devnull).open("wb"), told)  # noqa: SIM115  the reader closes it
+                index, name = reader.index, reader.digest
+    counted = f"{display.counted(len(index.entries), 'model')}, {display.counted(len(index.files), 'file')}, {display.size(index.bytes)}"
+    click.echo(f"{what} is whole: {counted}, index {name}")
+
+
+@airgap.command("serve", context_settings={"ignore_unknown_options": True})
+@click.option("--folder", default=FOLDER, show_default=True, type=_FOLDER, help="What `sie airgap load` made.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS_OF_SIE_SERVE]...")
+def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
+    """`sie serve` of a loaded folder: its models and no others, and nothing is asked of any hub.
+
+    \b
+    sie airgap serve
+    sie airgap serve --folder /srv/models --port 8080 --preload BAAI/bge-m3
+
+    Every option of `sie serve` may follow, and wins over what serve.env says. Variables do not.
+    """
+    from sie_cli.serve import flag, serve
+
+    folder = folder.absolute()
+    with _refusing():
+        index, _ = placing.loaded(folder)
+        if wrong := placing.wrong(folder, index, digests=False):
+            raise Refused(f"{folder} is not as it was loaded: {wrong[0]}; remove it, then load the archive again")
+        placing.place(folder, index, folder)  # it may have been moved
+        flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
+    serve.main([*flags, *arguments], prog_name="sie serve")
+
+
+def _split(names: tuple[str, ...]) -> list[str]:
+    return [part.strip() for text in names for part in text.split(",") if part.strip()]
+
+
+def _with_profiles(entries: list[ModelEntry], profiles: tuple[str, ...]) -> list[ModelEntry]:
+    """The entries with these of their profiles. Raises click.BadParameter for one that none of them has."""
+    from sie_cli.airgap.contents import with_profiles
+
+    there = {name for entry in entries for name in entry.profiles}
+    if unknown := [name for name in profiles if name not in there]:
+        message = f"no profile {', '.join(unknown)[:200]} of these models; there are: {', '.join(sorted(there)) or 'none'}"
+        raise click.BadParameter(message, param_hint="--profile")
+    return [with_profiles(entry, profiles) for entry in entries]
+
+
+def _check_index(found: str, wanted: str | None) -> None:
+    if wanted is not None and wanted.strip().lower() != found:
+        raise Refused(f"its index has the SHA-256 {found}, --index says {wanted[:64]}: it is another archive")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What goes wrong ends the command in one line, with status 1."""
+    try:
+        yield
+    except SettingError as error:
+        raise Refused(str(error)) from error
+    except SIEError as error:
+        raise Refused(error.message) from error
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        raise Refused(f"{name}{error.strerror or error}") from error
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    if str(file) == "-":
+        yield sys.stdin.buffer
+        return
+    with file.open("rb") as stream:
+        yield stream
+
+
+@contextmanager
+def _written(output: Path, size: int) -> Iterator[BinaryIO]:
+    """The archive while it is written, of `size` bytes and a few more: it gets its name when it is whole. Raises Refused, OSError."""
+    if str(output) == "-":
+        if sys.stdout.isatty():
+            raise Refused("an archive is no text for a terminal: -o FILE")
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    if not output.parent.is_dir():
+        raise Refused(f"there is no folder {output.parent}")
+    if (free := shutil.disk_usage(output.parent).free) < size:
+        need = display.size(size)
+        raise Refused(f"{output.parent} has {display.size(free)} free, the archive takes {need}: make room, or name another FILE")
+    growing = output.with_name(f".{output.name}.part")
+    with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
+        placing.claim(growing, file.fileno())
+        file.truncate(0)  # what a killed one left
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(growing, output)
+        finally:
+            growing.unlink(missing_ok=True)
+
+
+@contextmanager
+def _bar(what: str, size: int) -> Iterator[Told]:
+    """How far a transfer is: a bar on a terminal, nothing anywhere else."""
+    with display.transfers() as bars:
+        task = bars.add_task(what, total=size)
+        yield lambda count: bars.update(task, advance=count)

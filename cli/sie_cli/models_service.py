@@ -1,0 +1,202 @@
+"""The config service as `sie models` asks it: one client, which repeats what it may and says what a refusal means.
+
+    call ──► config service ──► body
+     ▲            ├ no answer, or one that may be another one later: again, under the same Idempotency-Key, for RETRY_S
+     └────────────┤
+                  └ refused: the service's own words, the fields with their lines, what differs, and what to do next
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import click
+import httpx
+import msgspec
+
+from sie_cli.options import loaded
+from sie_contracts.settings import Settings, public_url
+
+F = TypeVar("F", bound=Callable[..., Any])
+MODELS = "/v1/configs/models"
+JSON, YAML = "application/json", "application/x-yaml"
+TIMEOUT_S = 15.0  # the service gives a write 10
+RETRY_S = 20.0
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.2, 5.0
+_ENVELOPE = "not the answer of a config service"
+
+
+class Refused(click.ClickException):
+    """What was asked cannot be done; the lines say what to do next."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A success. `body` is decoded; `revision` is that of the model, as the ETag gives it."""
+
+    status: int
+    body: Any
+    revision: int | None = None
+
+
+class Service:
+    """The service at `url`. One instance is one invocation of a command: its writes are the same writes however often they are sent."""
+
+    def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._key = uuid.uuid4().hex
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def read(self, path: str) -> Answer:
+        """GET. Raises Refused."""
+        return self._asked("GET", path, b"", {"accept": JSON})
+
+    def write(
+        self, method: str, path: str, body: bytes, content_type: str = JSON, *, dry_run: bool = False, if_match: int | None = None,
+        force: bool = False,
+    ) -> Answer:  # fmt: skip
+        """A write, done once at most. Raises Refused."""
+        headers = {"content-type": content_type, "idempotency-key": f"{self._key}-{method.lower()}"}
+        if if_match is not None:
+            headers["if-match"] = f'"{if_match}"'
+        flags = [name for name, is_given in (("dry_run", dry_run), ("force", force)) if is_given]
+        return self._asked(method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers)
+
+    def _asked(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        end_s, pause_s, told = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
+        while True:
+            try:
+                answer = self._client.request(method, path, content=body, headers=headers)
+                if answer.headers.get("x-should-retry") != "true":
+                    return self._taken(method, answer)
+                after = answer.headers.get("retry-after", "1")
+                wait_s, trouble = float(after) if after.isdecimal() else MOST_PAUSE_S, _message(answer)  # a proxy may say a date
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise Refused(f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port") from error
+            except httpx.TransportError as error:
+                wait_s, trouble = pause_s, f"no answer from {public_url(self.url)} ({str(error)[:200] or type(error).__name__})"
+                pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+            if time.monotonic() + wait_s > end_s:
+                raise Refused(f"{trouble}\n{_NOBODY}")
+            if not told and sys.stderr.isatty():
+                click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
+                told = True
+            time.sleep(wait_s)  # the pause before another attempt, which the service or a back-off sets
+
+    def _taken(self, method: str, answer: httpx.Response) -> Answer:
+        if answer.is_success:
+            tag = answer.headers.get("etag", "").strip('"')
+            try:
+                return Answer(answer.status_code, msgspec.json.decode(answer.content), int(tag) if tag.isdigit() else None)
+            except msgspec.DecodeError as error:
+                raise Refused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
+        raise Refused("\n".join(self._refusal(method, answer)))
+
+    def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
+        error = _error(answer)
+        if not error:
+            return [f"{public_url(self.url)} answered {answer.status_code}, {_ENVELOPE}: {_WRONG_URL}"]
+        lines = [str(error.get("message", ""))]
+        faults = error.get("errors") or msgspec.json.decode(answer.content).get("errors") or []
+        if len(faults) > 1:
+            lines += [f"  {each['loc']}{f' (line {line})' if (line := each.get('line')) else ''}: {each['message']}" for each in faults]
+        lines += [f"  {each['path']}: {_shown(each, 'before')} -> {_shown(each, 'after')}" for each in error.get("diff") or []]
+        code = error.get("code")
+        if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
+            lines.append(f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url {service}")
+        elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
+            lines.append(f"look at it with `sie models show`, then repeat with --if-match {error['revision']}")
+        elif code in _NEXT:
+            lines.append(_NEXT[code])
+        return lines
+
+    def _config_url(self) -> str | None:
+        """What a gateway says where its config service is; of anything else nothing."""
+        try:
+            found = msgspec.json.decode(self._client.get("/health").content)
+        except (httpx.HTTPError, msgspec.DecodeError):
+            return None
+        return found.get("config_url") if isinstance(found, dict) else None
+
+
+_NOBODY = "is it running, and is this its address? `sie serve` and /health of a gateway say it as config_url; give it with --url"
+_WRONG_URL = "give the address of the config service with --url (config_url in /health of a gateway)"
+_NEXT = {
+    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN here to what the config service was started with, or run this in a terminal, which asks for it",
+    "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
+    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a key of its own",
+}
+
+
+def _error(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
+        return {}
+    error = found.get("error") if isinstance(found, dict) else None
+    return error if isinstance(error, dict) else {}
+
+
+def _message(answer: httpx.Response) -> str:
+    return str(_error(answer).get("message") or f"status {answer.status_code}")
+
+
+def _shown(change: dict[str, Any], side: str) -> str:
+    return msgspec.json.encode(change[side]).decode() if side in change else "(absent)"
+
+
+def path_of(model: str, suffix: str = "") -> str:
+    """The path of a model."""
+    return f"{MODELS}/{quote(model, safe='/')}{suffix}"
+
+
+def service_options(command: F) -> F:
+    """The options of every command that speaks with the service: where it is, and how to print."""
+    for option in (
+        click.option("-o", "output", type=click.Choice(("table", "json", "yaml")), default=None, help="How to print the answer."),
+        click.option("--url", "config_service_url", metavar="URL", help="The config service. [SIE_CONFIG_SERVICE_URL]"),
+    ):
+        command = option(command)
+    return command
+
+
+def write_options(command: F) -> F:
+    """The options of every write."""
+    for option in (
+        click.option("--if-match", type=click.IntRange(0), metavar="REVISION", help="Only if this is the present revision, else refuse."),
+        click.option("--dry-run", is_flag=True, help="Do all checks and store nothing."),
+    ):
+        command = option(command)
+    return service_options(command)
+
+
+def service_of(url: str | None, *, writes: bool) -> Service:
+    """The service at `url` or SIE_CONFIG_SERVICE_URL, with a token from the environment or, in a terminal, by a hidden question.
+
+    Raises UsageError where no address is known.
+    """
+    return service_at(loaded({"config_service_url": url}).settings, writes=writes)
+
+
+def service_at(settings: Settings, *, writes: bool) -> Service:
+    """The service of these settings. Raises UsageError where they name none."""
+    if settings.config_service_url is None:
+        raise click.UsageError(f"which config service? {_WRONG_URL}, or in SIE_CONFIG_SERVICE_URL")
+    secret = settings.admin_token or (None if writes else settings.config_read_token)
+    token = secret.reveal() if secret else ""
+    if not token and sys.stdin.isatty():
+        token = str(click.prompt("SIE_ADMIN_TOKEN", hide_input=True, default="", show_default=False)).strip()
+    return Service(settings.config_service_url, token)

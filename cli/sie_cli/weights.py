@@ -1,0 +1,387 @@
+"""`sie weights`: what the caches have of the weights of models, and the cluster's own filled, checked and emptied."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import msgspec
+
+from sie_cli import display
+from sie_cli.options import loaded, named_options, refuse
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import SIEError
+from sie_contracts.settings import SettingError, Settings
+from sie_contracts.weights import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
+
+if TYPE_CHECKING:
+    from sie_adapter.weights import LocalCache, Lock, Progress
+    from sie_adapter.weights.cluster import ClusterCache, Stored
+
+F = TypeVar("F", bound=Callable[..., Any])
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+class Refused(click.ClickException):
+    """What was asked cannot be done; the message says what to do next."""
+
+
+def _options(command: F) -> F:
+    return named_options("SIE_CLUSTER_CACHE", "SIE_LOCAL_CACHE", "SIE_MODELS_DIR", "SIE_HF_FALLBACK")(command)
+
+
+@click.group()
+def weights() -> None:
+    """The weights of models: on this node's disk, and in the bucket that all nodes share (SIE_CLUSTER_CACHE).
+
+    \b
+    sie weights list                             what is where
+    sie weights push BAAI/bge-m3                 into the bucket, from this node's cache or, if need be, the hub
+    sie weights push ./my-model --as my/model    the same of a folder
+    sie weights verify                           read all of the bucket and compare it with its checksums
+    sie weights rm BAAI/bge-m3@COMMIT            out of the bucket
+
+    A worker looks for weights on its disk, then in the bucket, then asks the hub (SIE_HF_FALLBACK). The bucket is s3://bucket/prefix or
+    gs://bucket/prefix; credentials and endpoint come from the usual variables, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT
+    and their like, or from the machine's role. Workers only read it; this command writes.
+    """
+
+
+@weights.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@_options
+def list_command(as_json: bool, **values: Any) -> None:
+    """Every snapshot of weights: its commit, its size, and whether this node's disk and the bucket have it."""
+    settings = loaded(values).settings
+    with _refusing(settings):
+        local = {(found.repository, found.revision): found for found in _stored_here(settings)}
+        shared = {(found.repository, found.revision): found for found in _cluster(settings).listed()} if settings.cluster_cache else {}
+    rows: list[dict[str, Any]] = []
+    for repository, revision in sorted({*local, *shared}):
+        here, there = local.get((repository, revision)), shared.get((repository, revision))
+        wrong = [*there.wrong.values()] if there else []
+        rows.append({
+            "repository": repository, "revision": revision, "bytes": there.bytes if there else local[repository, revision].bytes,
+            "local": None if here is None else not here.wrong, "cluster": None if there is None else not there.wrong,
+            "wrong": [*wrong, *(f"on this node's disk {line}" for line in (here.wrong.values() if here else ()))],
+        })  # fmt: skip
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(rows)))
+        return
+    states = {None: "-", True: "complete", False: "broken"}
+    shown: list[tuple[str, ...]] = [
+        ("REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET"),
+        *((row["repository"], row["revision"], display.size(row["bytes"]), states[row["local"]], states[row["cluster"]]) for row in rows),
+    ]
+    if rows:
+        display.table(shown)
+    else:
+        click.echo("there is nothing: a worker fetches weights when it loads a model, `sie weights push` fills the bucket", err=True)
+    for row in rows:
+        for line in row["wrong"]:
+            click.echo(f"{row['repository']}@{row['revision']}: {line}", err=True)
+    if not settings.cluster_cache:
+        click.echo("no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one", err=True)
+
+
+@weights.command()
+@click.argument("names", nargs=-1, required=True, metavar="MODEL_OR_FOLDER...")
+@click.option("--as", "name", metavar="NAME", help="What a folder is called in the bucket: organisation/name.")
+@click.option("--revision", metavar="COMMIT", help="Commit of a repository, or what a folder's is to be.  [default: of its content]")
+@click.option("--force", is_flag=True, help="Write every file again, and replace a snapshot that is there with other content.")
+@_options
+def push(names: tuple[str, ...], name: str | None, revision: str | None, force: bool, **values: Any) -> None:
+    """Copy the weights of MODEL_OR_FOLDER into the bucket, where all workers find them.
+
+    A model of the catalogue or an id of the hub is taken from this node's cache, else downloaded first (SIE_HF_FALLBACK). The files are
+    checked, written, and made to count by a manifest with their checksums, which is written last. Files that are there already are not
+    written again, so a push that was interrupted goes on, and any number may run at once.
+
+    \b
+    A folder needs a name, and its entry in the catalogue then says where its weights are:
+        sie weights push ./my-model --as my/model
+        weights: {hub: my/model, revision: ...}
+    """
+    from sie_adapter.weights.pushing import PushRefused
+
+    settings = loaded(values).settings
+    if len(names) > 1 and (name or revision):
+        raise click.UsageError("--as and --revision are of one: push them one by one")
+    with _refusing(settings):
+        cluster = _cluster(settings)
+        for each in names:
+            found = _found(settings, each, name, revision)
+            with found.lease, _bar(f"push {found.what}") as told:
+                try:
+                    pushed = cluster.push(found.folder, found.manifest, told, force=force)
+                except PushRefused as error:
+                    raise Refused(str(error)) from error
+            done = f"{display.counted(pushed.written, 'file')} written ({display.size(pushed.bytes)}), {pushed.present} there already"
+            click.echo(f"{found.what} is in {cluster.url}: {done}")
+            if Path(each).is_dir():
+                click.echo(f"weights: {{hub: {found.manifest.repository}, revision: {found.manifest.revision}}}")
+
+
+@weights.command("verify")
+@click.argument("names", nargs=-1, metavar="[NAME[@COMMIT]]...")
+@click.option("--local", is_flag=True, help="This node's cache instead of the bucket.")
+@click.option("--quick", is_flag=True, help="Compare names and sizes only: no file is read.")
+@_options
+def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: Any) -> None:
+    """Read the weights in the bucket and compare them with their checksums: all of them, or those that are named.
+
+    Status 1 if anything is wrong; `sie weights push --force` repairs it.
+    """
+    settings = loaded(values).settings
+    checked = broken = 0
+    with _refusing(settings):
+        for found in _named(_stored(settings, local), names):
+            what = f"{found.repository}@{found.revision}"
+            if local and found.manifest is None:
+                click.echo(f"{what}: another program fetched it, and there are no checksums to compare it with", err=True)
+                continue
+            if quick:
+                wrong = list(found.wrong.values())
+            else:
+                with _bar(f"verify {what}") as told:
+                    wrong = _checked_here(settings, found, told) if local else _cluster(settings).verify(found, told)
+            for line in wrong:
+                click.echo(f"{what}: {line}")
+            if not wrong:
+                click.echo(f"{what}: {display.counted(len(found.sizes), 'file')}, {display.size(found.bytes)}, right")
+            checked += 1
+            broken += bool(wrong)
+    if broken:
+        fix = "`sie weights rm --local` removes it, and it is fetched again" if local else "`sie weights push --force` writes it again"
+        raise Refused(f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} not right: {fix}")
+    if not checked:
+        click.echo("there is nothing to verify", err=True)
+
+
+@weights.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME[@COMMIT]...")
+@click.option("--local", is_flag=True, help="Out of this node's cache instead of the bucket.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_options
+def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
+    """Remove weights from the bucket: one commit, or all of NAME.
+
+    Workers that have them on their disk go on. With --local what a process of this node uses stays.
+    """
+    settings = loaded(values).settings
+    with _refusing(settings):
+        found = list(_named(_stored(settings, local), names))
+        for each in found:
+            click.echo(f"{each.repository}@{each.revision}  {display.size(each.bytes)}")
+        where = str(settings.cache_folder) if local else _cluster(settings).url
+        if not yes:
+            click.confirm(f"Remove {'this' if len(found) == 1 else 'these'} from {where}?", abort=True)
+        for each in found:
+            if not local:
+                _cluster(settings).remove(each.repository, each.revision)
+            elif not _cache(settings).remove(each.repository, each.revision):
+                raise Refused(f"{each.repository}@{each.revision} stays: a process of this node uses it; unload the model first")
+        click.echo(f"removed from {where}: {display.counted(len(found), 'snapshot')}, {display.size(sum(each.bytes for each in found))}")
+
+
+# what is to be pushed
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder with what it holds; nobody removes it from the local cache while the lease is held."""
+
+    folder: Path
+    manifest: Manifest
+    lease: Lock
+
+    @property
+    def what(self) -> str:
+        return f"{self.manifest.repository}@{self.manifest.revision}"
+
+
+def _found(settings: Settings, given: str, name: str | None, revision: str | None) -> _Source:
+    """What MODEL_OR_FOLDER names. Raises Refused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError, OSError."""
+    from sie_adapter.weights.locks import Lock
+
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        if not name:
+            raise click.UsageError(f"{given} is a folder: --as ORGANISATION/NAME says what it is called in the bucket")
+        return _Source(folder, _of_folder(folder, name, revision), Lock(None))
+    if name:
+        raise click.UsageError(f"--as names a folder, and there is no folder {given}")
+    model, _, commit = given.partition("@")
+    entry = _entry(settings, model, revision or commit)
+    located = _sources(settings).locate(entry)
+    hub, commit = entry.weights.hub, entry.weights.revision
+    manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
+    if manifest is None:
+        from sie_adapter.weights.selection import wanted_by
+
+        with _bar(f"read {hub}@{commit}") as told:
+            told.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
+            manifest = describe(located.folder, hub, commit, wanted=wanted_by(entry), read=told.add)
+    return _Source(located.folder, manifest, located.lease)
+
+
+def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
+    """The manifest of a folder of somebody's own. Without a revision it gets one that its content makes."""
+    with _bar(f"read {folder}") as told:
+        told.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        made = describe(folder, name, revision or "content", read=told.add)
+    if revision:
+        return made
+    content = hashlib.sha256(encode(made)).hexdigest()[:40]
+    return msgspec.structs.replace(made, revision=content)
+
+
+def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
+    """The entry of a model whose weights have a name and a commit; of what the catalogue does not know a stub. Raises Refused."""
+    from sie_config.overlay import Overlay
+    from sie_contracts.catalogue import parse_entry
+
+    known = Overlay(settings).folders().models.get(model, (None, ""))[0]
+    if known is None or not isinstance(known, ModelEntry):
+        if not _NAME.fullmatch(model):
+            raise Refused(f"there is no folder {model[:200]}, and it is no id of the hub, which has the form organisation/name")
+        revision = commit or _only_commit(settings, model)
+        return parse_entry({
+            "id": model, "weights": {"hub": model, "revision": revision}, "family": "text-encoder", "outputs": {}, "max_tokens": 1
+        })  # fmt: skip
+    own = known.weights
+    if not own.hub:
+        where = f"the folder {own.path}" if own.path else f"the package {own.package}"
+        raise Refused(
+            f"the weights of {model} are in {where}, where workers take them from. To have them in the bucket: "
+            f"sie weights push FOLDER --as {model}, then give the entry the `weights` that this prints"
+        )
+    pinned = commit or own.revision or _only_commit(settings, own.hub)
+    replaced = msgspec.structs.replace(own, path="", unpinned=False, revision=pinned)
+    return msgspec.structs.replace(known, weights=replaced)
+
+
+def _only_commit(settings: Settings, hub: str) -> str:
+    """The commit that this node's cache has. Raises Refused unless it is exactly one."""
+    check_names(hub, "any")
+    commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
+    if len(commits) != 1:
+        there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache knows one"
+        raise Refused(f"which commit of {hub}? Say {hub}@COMMIT: {there}")
+    return commits[0]
+
+
+# the two caches
+
+
+def _cache(settings: Settings) -> LocalCache:
+    from sie_adapter.weights import LocalCache
+
+    return LocalCache(settings.cache_folder)
+
+
+def _sources(settings: Settings) -> Any:
+    """Where the weights that are to be pushed come from: not the bucket that they go to."""
+    import dataclasses
+
+    from sie_adapter.weights import WeightSources
+
+    return WeightSources.of(dataclasses.replace(settings, cluster_cache=None))
+
+
+def _cluster(settings: Settings) -> ClusterCache:
+    from sie_adapter.weights.cluster import ClusterCache
+
+    if settings.cluster_cache is None:
+        raise SettingError("SIE_CLUSTER_CACHE", "which bucket? Give --cluster-cache s3://bucket/prefix (or gs://), or set the variable")
+    return ClusterCache(settings.cluster_cache)
+
+
+def _stored(settings: Settings, local: bool) -> list[Stored]:
+    return _stored_here(settings) if local else _cluster(settings).listed()
+
+
+def _stored_here(settings: Settings) -> list[Stored]:
+    """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to be wrong. What the
+    hub's own client put there has none: it is there if its listing tells that it is complete."""
+    from sie_adapter.weights.cluster import Stored
+
+    cache, found = _cache(settings), []
+    for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
+        repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
+        with contextlib.suppress(ManifestError):  # somebody else's folder
+            manifest = cache.manifest(repository, revision)
+            if manifest is not None or cache.find(repository, revision) is not None:
+                files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+                sizes = {name: path.stat().st_size for name, path in files.items() if manifest is None or name in manifest.files}
+                wrong = verify(folder, manifest, digests=False) if manifest is not None else []
+                found.append(Stored(repository, revision, manifest, sizes, {line: line for line in wrong}))
+    return found
+
+
+def _checked_here(settings: Settings, stored: Stored, told: Progress) -> list[str]:
+    assert stored.manifest is not None
+    told.expect(stored.manifest.bytes)
+    return verify(_cache(settings).place(stored.repository, stored.revision), stored.manifest, read=told.add)
+
+
+def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
+    """Those that are named by repository or repository@commit, the commit whole or its beginning; without a name all.
+
+    Raises Refused, click.UsageError.
+    """
+    if not names:
+        yield from stored
+        return
+    for name in names:
+        repository, at, commit = name.partition("@")
+        if at and not commit:  # an empty variable in a script must not mean all commits
+            raise click.UsageError(f"{name[:200]!r} has no commit after the @: write {repository[:200]}@COMMIT, or without @ for all of it")
+        found = [each for each in stored if each.repository == repository and each.revision.startswith(commit)]
+        if not found:
+            there = sorted({each.repository for each in stored})
+            have = f"; there is {', '.join(there[:20])}" if there else "; there is nothing"
+            raise Refused(f"there is no {name[:200]}{have}")
+        if commit and len(found) > 1:
+            raise Refused(f"{name} is the beginning of {', '.join(each.revision for each in found)}: write more of it")
+        yield from found
+
+
+@contextlib.contextmanager
+def _refusing(settings: Settings) -> Iterator[None]:
+    """What goes wrong ends the command with one line: status 2 for a bad setting, 1 for anything else."""
+    try:
+        yield
+    except SettingError as error:
+        refuse(error)
+    except SIEError as error:
+        raise Refused(error.message) from error
+    except FetchFailed as error:
+        raise Refused(f"{settings.cluster_cache or 'weights'}: {error.message}") from error
+    except ManifestError as error:
+        raise Refused(str(error)) from error
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+
+
+# how it is shown
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Progress]:
+    """How far a transfer is: a bar on a terminal, nothing anywhere else."""
+    from sie_adapter.weights import Progress
+
+    told = Progress(what)
+    with display.transfers() as bars:
+        task = bars.add_task(what, total=None)
+        told.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
+        yield told
+        state = told.state()
+        bars.update(task, completed=state.done_bytes, total=state.total_bytes or state.done_bytes)

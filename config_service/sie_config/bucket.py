@@ -1,0 +1,112 @@
+"""SIE_MODELS_DIR in a bucket: what Overlay asks of a folder, asked of the objects below s3://bucket/prefix or gs://bucket/prefix.
+
+    list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sie_contracts import stores
+from sie_contracts.settings import SettingError
+from sie_contracts.stores import AccessRefused, BucketMissing, ObjectMissing, Patience, RangeMissing, StoreError
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+
+_T = TypeVar("_T")
+
+SETTING = "SIE_MODELS_DIR"
+READS_AT_ONCE = 16
+MOST_OBJECTS = 100_000  # below the prefix, files of models or not
+
+
+class BucketFolder:
+    """The objects below `url`. Each call blocks its thread, within bounds of time, and raises SettingError if the store does not help."""
+
+    def __init__(self, url: str, suffixes: tuple[str, ...], patience: Patience | None = None) -> None:
+        self.url = url
+        self._suffixes = suffixes
+        self._patience = patience or Patience(stall_s=20.0, tries=4)
+        self._store = stores.opened(url, SETTING)
+
+    def look(self) -> dict[str, tuple[int, int, int]]:
+        """Time, size and a number of the tag of each file of models, by its path below the prefix. A prefix without any is an error."""
+        found = self._run(self._patience.asked(self._listed))
+        if not found:
+            kinds = " or ".join(f"*{suffix}" for suffix in self._suffixes)
+            raise SettingError(SETTING, f"{self.url} holds no {kinds}: put one there, or name another place")
+        return found
+
+    def read(self, sizes: Mapping[str, int], most_bytes: int) -> dict[str, bytes]:
+        """The bodies of these files as they are now, by path, each with at most `most_bytes`. `sizes`: in bytes, as `look` found them.
+
+        One that is gone meanwhile is left out.
+        """
+        return self._run(self._bodies(sizes, most_bytes))
+
+    async def _listed(self) -> dict[str, tuple[int, int, int]]:
+        import obstore
+
+        found: dict[str, tuple[int, int, int]] = {}
+        seen = 0
+        async for page in obstore.list(self._store):
+            seen += len(page)
+            if seen > MOST_OBJECTS:
+                raise SettingError(SETTING, f"{self.url} has more than {MOST_OBJECTS} objects: keep models below a prefix of their own")
+            for entry in page:
+                path = entry["path"]
+                if path.endswith(self._suffixes) and not any(part.startswith(".") for part in path.split("/")):
+                    changed_ns = int(entry["last_modified"].timestamp() * 1e9)
+                    found[path] = changed_ns, entry["size"], hash(entry["e_tag"])
+        return found
+
+    async def _bodies(self, sizes: Mapping[str, int], most_bytes: int) -> dict[str, bytes]:
+        import obstore
+
+        turns = asyncio.Semaphore(READS_AT_ONCE)
+        found: dict[str, bytes] = {}
+
+        async def one(path: str, size: int) -> None:
+            async def body() -> bytes:
+                bounded: GetOptions = {"range": (0, most_bytes)}  # not by the size in the list: the object may have grown since
+                answer = await obstore.get_async(self._store, path, options=bounded if size else {})  # an empty one has no range
+                if not size and answer.meta["size"]:
+                    answer = await obstore.get_async(self._store, path, options=bounded)
+                return bytes(await answer.bytes_async())
+
+            async with turns:
+                try:
+                    found[path] = await self._patience.asked(body)
+                except RangeMissing:
+                    found[path] = b""
+                except ObjectMissing:
+                    return
+
+        async with asyncio.TaskGroup() as group:
+            for path, size in sizes.items():
+                group.create_task(one(path, size))
+        return found
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The outcome of `work`, in a loop of its own."""
+        try:
+            try:
+                return asyncio.run(work)
+            except BaseExceptionGroup as group:
+                raise _first(group.exceptions) from group
+        except BucketMissing as error:
+            raise SettingError(SETTING, f"{self.url}: there is no such bucket: make it, or name another one") from error
+        except AccessRefused as error:
+            fix = "give credentials that may list and read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like"
+            raise SettingError(SETTING, f"{self.url}: access is refused ({error}): {fix}, or by the machine's role") from error
+        except StoreError as error:
+            fix = "is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
+            raise SettingError(SETTING, f"{self.url}: the store gave no answer that helps ({error}): {fix}") from error
+
+
+def _first(errors: Collection[BaseException]) -> BaseException:
+    found = next(iter(errors))
+    return _first(found.exceptions) if isinstance(found, BaseExceptionGroup) else found

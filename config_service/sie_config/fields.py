@@ -1,0 +1,93 @@
+"""What may stand in a field, for messages that tell what to write instead.
+
+    type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import inspect
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_MOST_NAMES = 30
+
+
+def said(kind: type, loc: str, message: str) -> tuple[str, str]:
+    """The path of a fault in a document of `kind`, down to an unknown or missing field, and the message with what is expected there."""
+    node = _node(_type_of(kind), loc.removeprefix("$"))
+    names = _names(node)
+    if unknown := _UNKNOWN.fullmatch(message):
+        return f"{loc}.{unknown[1]}", f"unknown field; {_instead(kind, unknown[1], names)}"
+    if missing := _MISSING.fullmatch(message):
+        return loc, f"missing field `{missing[1]}`"
+    choices = [repr(value) for part in _parts(node) if isinstance(part, inspect.LiteralType) for value in part.values]
+    return loc, f"{message}, expected one of {', '.join(choices)}" if choices and message.startswith("Invalid enum value") else message
+
+
+def _instead(kind: type, name: str, names: list[str]) -> str:
+    """What was meant by a name that is not among `names`: one that is like it, the same name elsewhere, or any of them."""
+    if like := difflib.get_close_matches(name, names, 1, 0.6):
+        return f"did you mean `{like[0]}`?"
+    lasts = {path.rpartition(".")[2] for path in _places(kind)}
+    if like := difflib.get_close_matches(name, lasts, 1, 0.75):
+        elsewhere = [path for path in _places(kind) if path.rpartition(".")[2] == like[0]]
+        return f"did you mean `{'` or `'.join(elsewhere[:3])}`?"
+    return f"expected some of {', '.join(names[:_MOST_NAMES])}"
+
+
+@functools.cache
+def _type_of(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+@functools.cache
+def _places(kind: type) -> tuple[str, ...]:
+    """All fields of a document, by their paths; NAME stands for any key of a map."""
+    return tuple(_walk(_type_of(kind), "", 4))
+
+
+def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
+    for part in _parts(node) if depth else ():
+        if isinstance(part, inspect.StructType):
+            for field in part.fields:
+                here = f"{path}.{field.encode_name}" if path else field.encode_name
+                yield here
+                yield from _walk(field.type, here, depth - 1)
+        elif isinstance(part, inspect.DictType):
+            yield from _walk(part.value_type, f"{path}.NAME", depth - 1)
+
+
+def _parts(node: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one that there is."""
+    return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
+
+
+def _names(node: inspect.Type | None) -> list[str]:
+    return [field.encode_name for part in _parts(node) if isinstance(part, inspect.StructType) for field in part.fields]
+
+
+def _node(node: Any, path: str) -> inspect.Type | None:
+    """The type at a path. A key of a map may have dots: each place where it may end is tried."""
+    if not path:
+        found: inspect.Type | None = node
+        return found
+    for part in _parts(node):
+        if isinstance(part, inspect.StructType):
+            for field in part.fields:
+                rest = path.removeprefix(f".{field.encode_name}")
+                if rest != path and rest[:1] in ("", ".", "["):
+                    return _node(field.type, rest)
+        elif isinstance(part, inspect.DictType) and path[0] in ".[":
+            if path.startswith("[...]"):
+                return _node(part.value_type, path[5:])
+            ends = [at for at in range(1, len(path) + 1) if at == len(path) or path[at] in ".["]
+            return next((found for at in ends if (found := _node(part.value_type, path[at:])) is not None), None)
+        elif isinstance(part, inspect.CollectionType | inspect.VarTupleType) and (index := re.match(r"\[\d+\]", path)):
+            return _node(part.item_type, path[index.end() :])
+    return None

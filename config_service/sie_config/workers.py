@@ -1,0 +1,70 @@
+"""Which workers and gateways live and how much of the catalogue each has seen, by their own accounts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Broker, CoreMessage
+from sie_contracts.messages import GatewayBeat, Heartbeat
+
+_logger = logging.getLogger("sie.config")
+
+
+class Workers:
+    """The last heartbeat of each worker, and the last announcement of each gateway; who is silent for `timeout_s` is forgotten."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._seen: dict[str, tuple[float, Heartbeat]] = {}
+        self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
+
+    async def follow(self, broker: Broker) -> None:
+        await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", self._on_heartbeat)
+        await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_gateway)
+
+    async def _on_heartbeat(self, message: CoreMessage) -> None:
+        try:
+            self.note(messages.decode_heartbeat(message.data))
+        except msgspec.DecodeError as error:
+            _logger.warning("a heartbeat could not be read: %s", error)
+
+    async def _on_gateway(self, message: CoreMessage) -> None:
+        try:
+            self.note_gateway(messages.decode_gateway(message.data))
+        except msgspec.DecodeError as error:
+            _logger.warning("a gateway's announcement could not be read: %s", error)
+
+    def note(self, beat: Heartbeat) -> None:
+        now_s = self._clock()
+        self._seen = {worker: each for worker, each in self._seen.items() if now_s - each[0] < self._timeout_s}
+        self._seen[beat.worker] = (now_s, beat)
+
+    def note_gateway(self, beat: GatewayBeat) -> None:
+        now_s = self._clock()
+        self._gateways = {name: each for name, each in self._gateways.items() if now_s - each[0] < self._timeout_s}
+        self._gateways.pop(beat.gateway, None)
+        if not beat.leaving:
+            self._gateways[beat.gateway] = (now_s, beat)
+
+    def of(self, bundle: str) -> list[Heartbeat]:
+        """The workers of a bundle that take work."""
+        now_s = self._clock()
+        return [
+            beat for seen_s, beat in self._seen.values()
+            if beat.bundle == bundle and beat.ready and not beat.leaving and now_s - seen_s < self._timeout_s
+        ]  # fmt: skip
+
+    def gateways(self) -> dict[str, str]:
+        """The epoch of each gateway."""
+        now_s = self._clock()
+        return {name: beat.config_epoch for name, (seen_s, beat) in self._gateways.items() if now_s - seen_s < self._timeout_s}
+
+    def epochs(self, bundle: str) -> dict[str, str]:
+        """The epoch of each of those workers."""
+        return {beat.worker: beat.config_epoch for beat in self.of(bundle)}

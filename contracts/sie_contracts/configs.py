@@ -1,0 +1,164 @@
+"""The catalogue over HTTP, as the config service and every gateway answer what only reads it: one wording of each reply.
+
+A document is JSON, or YAML where `Accept` says so. `config_shape` is how errors of these routes look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from sie_contracts import bundles as bundling
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
+from sie_contracts.messages import Heartbeat
+
+JSON, YAML = "application/json", "application/x-yaml"
+_YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
+
+
+def negotiated(accept: str, default: str) -> str:
+    """JSON or YAML: what `Accept` names with the highest weight, the first of equals; `default` where it names neither."""
+    best, chosen = 0.0, default
+    for part in accept.split(","):
+        name, _, parameters = part.partition(";")
+        kind = JSON if (name := name.strip().lower()) == JSON else YAML if name in _YAMLS else None
+        if kind is not None and (weight := _weight(parameters)) > best:
+            best, chosen = weight, kind
+    return chosen
+
+
+def _weight(parameters: str) -> float:
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0
+
+
+def rendered(document: Any, content_type: str) -> bytes:
+    """A document of builtins as JSON or YAML."""
+    if content_type == JSON:
+        return msgspec.json.encode(document)
+    import yaml
+
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, encoding="utf-8")
+
+
+def listed(model: str, document: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """One model of the list, or one alias, which says so by its targets."""
+    named = {"alias": document["alias"]} if "alias" in document else {}
+    return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
+
+
+def bundle_of(bundles: Mapping[str, Bundle], name: str) -> dict[str, Any]:
+    """A bundle as a document. Raises NotFound."""
+    if name not in bundles:
+        raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
+    return {"id": name, **_bundle(bundles[name])}
+
+
+def bundle_list(bundles: Mapping[str, Bundle]) -> dict[str, Any]:
+    """All bundles, in the order in which they are preferred."""
+    return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
+
+
+def _bundle(bundle: Bundle) -> dict[str, Any]:
+    return {
+        "priority": bundle.priority, "description": bundle.description, "image": bundle.image, "families": list(bundle.families),
+        "requires": list(bundle.requires),
+    }  # fmt: skip
+
+
+def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
+    """What a model's name means. Raises InvalidInput, ModelNotFound, BundleConflict."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidInput("body: not JSON", reason="malformed", param="body") from None
+    if not isinstance(body, dict):
+        raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
+    if body.keys() - {"model", "bundle"}:
+        raise InvalidInput("body: expected model and bundle, got another field too", reason="schema", param="body")
+    model, bundle = body.get("model"), body.get("bundle")
+    if not isinstance(model, str) or not model:
+        raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")
+    if bundle is not None and not isinstance(bundle, str):
+        raise InvalidInput(f"bundle: expected a string or null, got {type(bundle).__name__}", reason="schema", param="bundle")
+    named, separator, _ = model.partition(":/")
+    if bundle and separator and named != bundle:
+        raise InvalidInput("bundle: expected the one that model names, got another", reason="schema", param="bundle")
+    resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
+    entry = resolved.entry
+    return {
+        "model": entry.id, "profile": resolved.profile, "resolved_bundle": resolved.bundle,
+        "compatible_bundles": list(catalogue.bundles_of(entry)),
+        "profiles": ["default", *entry.profiles], **({"alias": resolved.alias} if resolved.alias else {}),
+    }  # fmt: skip
+
+
+def digest(facts: Any) -> str:
+    """A hash that is equal wherever the facts are, 16 hex digits."""
+    return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
+
+
+def bundle_hash(revisions: Mapping[str, int]) -> str:
+    """One string for the models of a bundle, by their revisions."""
+    return digest(revisions)
+
+
+def has_seen(epoch: str, wanted: str) -> bool:
+    """Whether who stands at `epoch` has all writes up to `wanted`. Epochs of different buckets say nothing of each other."""
+    created, _, last = epoch.rpartition(":")
+    wanted_created, _, wanted_last = wanted.rpartition(":")
+    if not (last.isdigit() and wanted_last.isdigit()):
+        return epoch == wanted
+    return created == wanted_created and int(last) >= int(wanted_last)
+
+
+def model_status(
+    model: str, revision: int, epoch: str, since: str, bundles: Mapping[str, tuple[str, Iterable[Heartbeat]]] | None,
+    gateways: Mapping[str, str], revision_at: Callable[[str], int | None], source: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Which gateways (id to epoch) and workers serve which revision of a model; its present one is there since the epoch `since`.
+
+    `bundles` are those that can serve it, each with its hash and its workers. A bundle without workers waits for none: who starts reads
+    what is there; None for an alias, which gateways alone have. `revision_at` tells the revision at an epoch; None: that is not known here.
+    """
+
+    def reader(name: str, seen: str) -> dict[str, Any]:
+        return {"id": name, "epoch": seen, "revision": revision_at(seen), "acked": has_seen(seen, since)}
+
+    told, serving = [], []
+    for bundle, (expected_hash, beats) in (bundles or {}).items():
+        workers = [reader(beat.worker, beat.config_epoch) | _copy(beat, model) for beat in sorted(beats, key=lambda beat: beat.worker)]
+        acked, pending = ([worker["id"] for worker in workers if worker["acked"] is is_acked] for is_acked in (True, False))
+        told.append({
+            "bundle_id": bundle, "expected_bundle_config_hash": expected_hash, "total_eligible_workers": len(workers),
+            "acked_workers": acked, "pending_workers": pending, "acked": not pending,
+        })  # fmt: skip
+        serving += workers
+    return {
+        "model_id": model, "config_epoch": epoch, "all_bundles_acked": all(each["acked"] for each in told),
+        "no_bundles": bundles is not None and not told, "bundles": told, "source": source, "revision": revision,
+        "gateways": [reader(*each) for each in sorted(gateways.items())], "workers": serving,
+    }  # fmt: skip
+
+
+def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
+    """What a worker has loaded of a model. A copy of a former revision serves until nothing asks for that any more."""
+    found = next((status for status in beat.models if status.model == model), None)
+    return {"bundle": beat.bundle, "state": found.state if found else "available", "fingerprint": found.fingerprint if found else ""}
+
+
+def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+    """The envelope, with `detail.error` as older clients of this API read it."""
+    body = envelope(error, request_id, error.extras.get("errors", errors))
+    return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

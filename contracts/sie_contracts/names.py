@@ -1,0 +1,73 @@
+"""Ids as people write them: in another case, and nearly right. Ten thousand of them cost a request no more than a hundred do."""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import accumulate
+
+MOST_COMPARED = 20  # ids that a name is compared with, if there are more than ALL_COMPARED; up to 0.1 ms each
+ALL_COMPARED = 100
+_MOST_PLACES = 2000  # where pieces of the name are found, for the choice of them
+_PIECE = 3
+_LONG = 20
+_LONGEST = 256
+
+
+class Names:
+    """An index over ids that never change. What it needs is made when it is first asked."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._ids = ids
+
+    @cached_property
+    def _folded(self) -> dict[str, list[str]]:
+        """All ids by their folded form."""
+        found: dict[str, list[str]] = {}
+        for name in self._ids:
+            found.setdefault(name.casefold(), []).append(name)
+        return found
+
+    @cached_property
+    def _lines(self) -> tuple[str, list[str], list[int]]:
+        """The folded ids as lines of one text, as a list, and where each begins."""
+        lines = list(self._folded)
+        return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
+
+    def same(self, name: str) -> str | None:
+        """The only id that differs in case alone."""
+        found = self._folded.get(name.casefold(), ())
+        return found[0] if len(found) == 1 else None
+
+    def near(self, name: str, count: int = 3) -> list[str]:
+        """The ids most like `name`, best first; a name without its organisation is enough."""
+        folded = name.casefold()[:_LONGEST]
+        able = self._alike(folded)
+        tails = {line.rpartition("/")[2]: line for line in able}
+        hits = difflib.get_close_matches(folded, able, count, 0.5)
+        hits += [tails[tail] for tail in difflib.get_close_matches(folded.rpartition("/")[2], list(tails), count, 0.6)]
+        return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
+
+    def _alike(self, folded: str) -> list[str]:
+        """The ids that share most of the rarest pieces of a name."""
+        text, lines, starts = self._lines
+        if len(lines) <= ALL_COMPARED:
+            return lines
+        step = 1 + len(folded) // _LONG  # of a long name every other piece is enough, and so on: each is looked for in all of the text
+        pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
+        counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))
+        shared: Counter[int] = Counter()
+        left = _MOST_PLACES
+        for places, piece in counts:
+            if places > left and shared:
+                break
+            left -= places
+            found = -1
+            met: set[int] = set()
+            while len(met) < _MOST_PLACES and (found := text.find(piece, found + 1)) >= 0:
+                met.add(bisect_right(starts, found) - 1)
+            shared.update(met)
+        return [lines[number] for number, _ in shared.most_common(MOST_COMPARED)]

@@ -1,0 +1,170 @@
+"""Object stores by their URL: opened one way everywhere, each call bounded in time, and what they refuse in one set of words.
+
+    s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or StoreError
+                                                                                   └── Patience.asked: again, where that may help
+
+    StoreError             no answer in time, or one that may be another one later
+    ├── ObjectMissing      no such object
+    ├── BucketMissing      no such bucket
+    ├── AccessRefused      credentials that are missing, wrong, expired or not allowed to
+    ├── RangeMissing       the object is shorter than what was asked of it
+    └── WrittenMeanwhile   somebody else wrote it since it was read
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sie_contracts.settings import SettingError, store_url
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_T = TypeVar("_T")
+_logger = logging.getLogger("sie.store")
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
+_USER = re.compile(r"://[^/@\s]+@")
+_REFUSED = frozenset({
+    "AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken",
+    "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
+})  # fmt: skip
+_INSTANCE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")  # asked where nothing else names credentials
+
+
+class StoreError(Exception):
+    """The store refused, or did not answer in time. Trying again may help, unless it is one of the kinds below."""
+
+
+class ObjectMissing(StoreError):
+    """There is no such object."""
+
+
+class BucketMissing(StoreError):
+    """There is no such bucket."""
+
+
+class AccessRefused(StoreError):
+    """The credentials are missing, wrong, expired, or do not allow it."""
+
+
+class RangeMissing(StoreError):
+    """The object ends before the bytes that were asked for begin."""
+
+
+class WrittenMeanwhile(StoreError):
+    """Somebody else wrote the object since it was read."""
+
+
+def opened(url: str, setting: str) -> ObjectStore:
+    """The store at `url`, whose keys are below its path. Raises SettingError, which names `setting`.
+
+    A folder is made if it is not there, for its owner alone. Buckets are not looked at: they may come later. Credentials and endpoint come
+    from the usual AWS_ and GOOGLE_ variables, from files that those name, or from the machine.
+    """
+    from obstore.exceptions import BaseError
+    from obstore.store import GCSStore, LocalStore, S3Store
+
+    where = store_url(url)
+    limits: dict[str, Any] = {
+        # plain HTTP only where the operator's endpoint says so; options given here replace those of the environment (obstore 0.12)
+        "client_options": {"allow_http": True, "connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=120)},
+        "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
+    }
+    try:
+        if where.scheme == "file":
+            Path(where.path).mkdir(mode=0o700, parents=True, exist_ok=True)
+            return LocalStore(where.path)
+        kind: Callable[..., ObjectStore] = S3Store if where.scheme == "s3" else GCSStore
+        return kind(where.bucket, prefix=where.path or None, **limits)
+    except (BaseError, OSError) as error:
+        raise SettingError(setting, _first_line(error)) from error
+
+
+async def within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns, which talks to a store. Raises StoreError."""
+    from obstore.exceptions import BaseError
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError as error:
+        raise StoreError(f"no answer within {timeout_s:.3g} s") from error
+    except (BaseError, OSError) as error:
+        raise failure(error) from error
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a store, and how often to ask it. The pause before the second try is `pause_s`, before the next ones twice that
+    of the one before, with jitter: many nodes may ask at once."""
+
+    stall_s: float = 30.0
+    tries: int = 5
+    pause_s: float = 0.5
+
+    async def asked(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
+        """What `call` returns, asked again where that may help, each time for `timeout_s` (stall_s). Raises StoreError."""
+        return await self.repeated(lambda: within(timeout_s or self.stall_s, _coroutine(call)))
+
+    async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """The same of what is bounded in time by itself and raises StoreError."""
+        tries = 0
+        while True:
+            try:
+                return await call()
+            except StoreError as error:
+                tries += 1
+                await self.pause(error, tries)
+
+    async def pause(self, error: StoreError, tries: int) -> None:
+        """Wait before the next try; raises `error` after the last one, and where another one cannot help."""
+        if type(error) is not StoreError or tries >= self.tries:
+            raise error
+        _logger.info("a store is asked again: %s", error)
+        await asyncio.sleep(self.pause_s * 2.0 ** (tries - 1) * random.uniform(0.75, 1.25))  # noqa: S311
+
+
+async def _coroutine(call: Callable[[], Awaitable[_T]]) -> _T:
+    return await call()
+
+
+def failure(error: Exception) -> StoreError:
+    """What an exception of obstore means. Its message never holds a credential: it has status and code of the store's own answer."""
+    from obstore.exceptions import AlreadyExistsError, NotFoundError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
+    text = str(error)
+    status, code = _found(_STATUS, text), _found(_CODE, text)
+    answer = " ".join(part for part in (status and f"status {status}", code) if part)
+    if any(f"http://{host}" in text for host in _INSTANCE):
+        return AccessRefused("there are no credentials, and this machine gives none")
+    if code == "NoSuchBucket":
+        return BucketMissing("there is no such bucket")
+    if isinstance(error, NotFoundError | FileNotFoundError):
+        return ObjectMissing("there is no such object")
+    if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
+        return WrittenMeanwhile("somebody else wrote it meanwhile")
+    if code == "InvalidRange" or status == "416":
+        return RangeMissing("the object is shorter than what was asked of it")
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or code in _REFUSED or status in ("401", "403"):
+        return AccessRefused(answer or _first_line(error))
+    return StoreError(answer or _first_line(error))
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match is not None else ""
+
+
+def _first_line(error: Exception) -> str:
+    return _USER.sub("://", _IN.sub("", str(error).strip().split("\n")[0]))[:200]

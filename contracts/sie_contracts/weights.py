@@ -1,0 +1,165 @@
+"""The manifest of a snapshot of weights: which files one commit of a repository has, with their sizes and SHA-256.
+
+It is the completeness marker. Whoever puts a snapshot anywhere, a local cache, a bucket or an archive, writes it last, so what has none
+is not all there. The same file lies in all three, under the name MANIFEST beside the files that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+MANIFEST = "sie-manifest.json"
+VERSION = 1
+MOST_MANIFEST_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+Origin = Literal["hub", "cluster", "archive", "found"]
+FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKNOWN"]
+
+
+class ManifestError(ValueError):
+    """This is no manifest, or one that names what it must not."""
+
+
+class FetchFailed(Exception):
+    """A source of weights did not give a snapshot. `error_class` is that of the load that wanted it; NETWORK may be tried again."""
+
+    def __init__(self, error_class: FetchErrorClass, message: str) -> None:
+        super().__init__(message)
+        self.error_class: FetchErrorClass = error_class
+        self.message = message
+
+
+class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: its size and its SHA-256 in lower-case hex."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All files of a snapshot, by their path below its folder, with `/`.
+
+    `revision` is the commit. `left_out` names files of the repository that nobody wanted when it was fetched: a model that wants one of
+    them does not find this snapshot complete. `origin`: where this copy came from; `found` is one that somebody else had put there,
+    which is never removed to make room.
+    """
+
+    repository: str
+    revision: str
+    files: dict[str, FileFact]
+    left_out: tuple[str, ...] = ()
+    origin: Origin = "hub"
+    version: int = VERSION
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(fact.bytes for fact in self.files.values())
+
+
+_manifest = msgspec.json.Decoder(Manifest)  # made here: two threads that are the first to use a type end the process
+
+
+def encode(manifest: Manifest) -> bytes:
+    """A manifest as JSON, equal for equal manifests. Raises ManifestError for what `decode` would refuse."""
+    _check(manifest)
+    return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest that `data` is. Raises ManifestError, which says what is wrong with it."""
+    if len(data) > MOST_MANIFEST_BYTES:
+        raise ManifestError(f"a manifest has at most {MOST_MANIFEST_BYTES} bytes, this one has {len(data)}")
+    try:
+        manifest = _manifest.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"not a manifest of weights: {error}") from error
+    _check(manifest)
+    return manifest
+
+
+def check_names(repository: str, revision: str) -> None:
+    """Raise ManifestError unless both can be parts of a path: they may come from an entry, a bucket or an archive."""
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise ManifestError(f"{revision[:200]!r} is not a revision: expected a commit, 40 hexadecimal digits")
+
+
+def is_safe(name: str) -> bool:
+    """Whether a file of this name stays below the folder of its snapshot, and is not the manifest."""
+    is_below = all(part not in ("", ".", "..") for part in name.split("/"))
+    return is_below and name != MANIFEST and len(name) <= 1024 and "\\" not in name and "\0" not in name
+
+
+def _check(manifest: Manifest) -> None:
+    if manifest.version != VERSION:
+        raise ManifestError(f"the manifest has version {manifest.version}, this program reads {VERSION}")
+    check_names(manifest.repository, manifest.revision)
+    if not manifest.files:
+        raise ManifestError(f"the manifest of {manifest.repository}@{manifest.revision} names no file")
+    for name, fact in manifest.files.items():
+        if not is_safe(name):
+            raise ManifestError(f"the manifest names the file {name[:200]!r}: expected a path below its folder, with /")
+        if fact.bytes < 0 or not _SHA256.fullmatch(fact.sha256):
+            raise ManifestError(f"the manifest has no size and SHA-256 of {name[:200]!r}: got {fact.bytes} and {fact.sha256[:80]!r}")
+
+
+def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
+    """The SHA-256 of a file, in hex. `read` hears of every piece, bytes. Raises OSError."""
+    made = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            made.update(piece)
+            read(len(piece))
+    return made.hexdigest()
+
+
+def describe(
+    folder: Path, repository: str, revision: str, *, wanted: Callable[[str], bool] = lambda _: True, origin: Origin = "found",
+    read: Callable[[int], None] = lambda _: None,
+) -> Manifest:  # fmt: skip
+    """The manifest of what lies in `folder` now, hidden files and a manifest aside. Reads every file that is `wanted` and names the others
+    as left out. Raises OSError, ManifestError."""
+    files, left_out = {}, []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or name == MANIFEST or any(part.startswith(".") for part in name.split("/")):
+            continue
+        if wanted(name):
+            files[name] = FileFact(path.stat().st_size, digest(path, read))
+        else:
+            left_out.append(name)
+    made = Manifest(repository, revision, files, tuple(left_out), origin)
+    _check(made)
+    return made
+
+
+def verify(folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None) -> list[str]:
+    """What is wrong with the files in `folder`, a line for each; nothing if all are there and right. Without `digests` only sizes are."""
+    wrong = []
+    for name, fact in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if not path.is_file():
+                wrong.append(f"{name} is not a file")
+            elif size != fact.bytes:
+                wrong.append(f"{name} has {size} bytes, the manifest says {fact.bytes}")
+            elif digests and (found := digest(path, read)) != fact.sha256:
+                wrong.append(f"{name} has the SHA-256 {found[:16]}.., the manifest says {fact.sha256[:16]}..")
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+    return wrong

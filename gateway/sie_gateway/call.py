@@ -1,0 +1,97 @@
+"""A call as every route sees it: what the edge knows of the request, what is asked of a model, what goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sie_contracts.catalogue import ModelEntry, Resolved
+from sie_contracts.errors import SIEError, envelope
+from sie_contracts.messages import Operation, Priority, RunOptions
+from sie_contracts.runtime.http import Body, Receive
+from sie_gateway.auth import ANYBODY, Grant
+from sie_gateway.body import Item
+from sie_gateway.quota import Charge
+
+ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
+"""The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family reads them."""
+
+
+def native_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+    """The envelope that every family but one reads."""
+    return error.status, envelope(error, request_id, errors)
+
+
+@dataclass
+class Call:
+    """One HTTP request: what the edge knows of it. `labels` are filled in as the request is understood, for metrics and logs."""
+
+    id: str
+    received_s: float
+    headers: Mapping[str, str]
+    labels: dict[str, str] = field(default_factory=dict)
+    path: str = ""
+    receive: Receive | None = None  # tells when the client goes away
+    grant: Grant = ANYBODY  # what its credential is let in with
+    charge: Charge = field(default_factory=Charge)  # the tokens that it uses of its key's quota
+    shape: ErrorShape = native_shape
+    budget_s: float = 0.0  # from received_s on
+    resolved: Resolved | None = None  # the model that the path names
+    client: str = ""  # its address
+    asked: Asked | None = None  # what was understood last
+    attempt: int = 0  # how often it began anew because the model's entry changed
+
+    @property
+    def work_id(self) -> str:
+        """What its work is called: another name at each attempt, so that nothing of an earlier one counts."""
+        return f"{self.id}-{self.attempt}" if self.attempt else self.id
+
+    @property
+    def key(self) -> str:
+        """Whose turn it takes among others: one name per credential, the same for all who need none."""
+        return self.grant.key
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A success, or what a client that waits for capacity takes for "not yet". A body in pieces may be read more than once."""
+
+    body: Body
+    content_type: str
+    headers: dict[str, str]
+    status: int = 200
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a model, whichever client family wrote it. `parameters` is a map as a native body has it (contract 5).
+
+    `run` stands for all parameters where the operation takes none of a model's.
+    """
+
+    operation: Operation
+    resolved: Resolved
+    items: tuple[Item, ...]
+    parameters: Mapping[str, Any]
+    query: Item | None = None
+    priority: Priority | None = None  # what the body says; a header comes first
+    run: RunOptions | None = None
+
+
+class EntryChanged(Exception):
+    """Gateway and workers do not know the same entry of the model: what was asked must be understood anew, all of it."""
+
+    def __init__(self, entry: ModelEntry) -> None:
+        """`entry` is the model's as it was understood."""
+        super().__init__(entry.id)
+        self.entry = entry
+
+
+class FailedRequest(Exception):
+    """A request that ends in `error`, with one entry per failed input."""
+
+    def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.errors = errors

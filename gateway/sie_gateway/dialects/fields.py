@@ -1,0 +1,103 @@
+"""Fields of bodies that are not ours, one reader for each kind: the value with its type, or InvalidInput that names the field.
+
+Null and an absent field are the same. What a family does not know of is never looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Priority
+from sie_contracts.options import describe
+from sie_gateway import body as bodies
+from sie_gateway.body import Item
+
+FIRST_BULK = 500  # of a family's priorities from 0 to 999, the smallest first
+Body = Mapping[str, Any]
+
+
+def refused(path: str, value: Any, expected: str, reason: str = "schema") -> InvalidInput:
+    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
+
+
+def flag(body: Body, name: str, *, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refused(name, value, "true, false or null")
+    return value
+
+
+def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
+    """A whole number, None where there is none."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < low or (high is not None and value > high):
+        raise refused(name, value, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}")
+    return int(value)
+
+
+def text(body: Body, name: str) -> str:
+    """A text that must be there."""
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise refused(name, value, "a string")
+    return bodies.utf8(value, name)
+
+
+def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, str) or value not in choices:
+        raise refused(name, value, f"one of {', '.join(choices)}")
+    return value
+
+
+def inputs(value: Any, name: str, limit: int) -> list[Any]:
+    """A list of one to `limit` elements. Raises InvalidInput: schema, empty_items, too_many_items."""
+    if value == []:
+        raise InvalidInput(f"{name}: expected at least one input", reason="empty_items", param=name)
+    if not isinstance(value, list):
+        raise refused(name, value, "a list")
+    if len(value) > limit:
+        message = f"{name}: got {len(value)} inputs, at most {limit} are allowed"
+        raise InvalidInput(message, reason="too_many_items", param=name, extras={"limit": limit})
+    return value
+
+
+def items(value: Any, name: str, limit: int) -> tuple[Item, ...]:
+    """The texts of a list."""
+    found = inputs(value, name, limit)
+    for index, each in enumerate(found):
+        if not isinstance(each, str):
+            raise refused(f"{name}[{index}]", each, "a string")
+    return tuple(Item(bodies.utf8(each, f"{name}[{index}]")) for index, each in enumerate(found))
+
+
+def priority(body: Body) -> Priority | None:
+    """What a number from 0 to 999 asks for."""
+    value = whole(body, "priority", 0, 999)
+    return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
+
+
+@contextlib.contextmanager
+def named(**names: str) -> Iterator[None]:
+    """What is wrong with a parameter of ours is told by the name that the family has for it."""
+    try:
+        yield
+    except InvalidInput as error:
+        if (name := names.get(error.param)) is None:
+            raise
+        message = name + error.message.removeprefix(error.param)
+        raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
+
+
+def parameters(body: Body, *names: str) -> dict[str, Any]:
+    """The parameters of ours that a body has too, under the same names."""
+    return {name: body[name] for name in names if body.get(name) is not None}

@@ -1,0 +1,94 @@
+"""encode, score and extract as our own clients write them: a slot for each input, whatever became of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Operation, RunOptions
+from sie_gateway import arrow, reply
+from sie_gateway import body as bodies
+from sie_gateway.call import Answer, Asked, Call
+from sie_gateway.finished import Finished
+from sie_gateway.inference import Inference
+
+
+async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> Answer:
+    """`POST /v1/{operation}/{model}`."""
+    assert call.resolved is not None
+    is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
+    body = bodies.decode(raw, msgpack=is_msgpack)
+    items = bodies.items(body, limit=inference.max_items(call))
+    query = bodies.query(body) if operation == "score" else None
+    format_ = reply.wanted(call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode")
+    understood = inference.understand(call, Asked(operation, call.resolved, items, body, query))
+    if format_ == "raw":
+        check_raw(understood.options.run)
+    finished = await inference.execute(call, understood)
+    if format_ == "raw":
+        return raw_answer(call, finished, "items")
+    finished.check()
+    return arrow_answer(call, finished) if format_ == "arrow" else _answer(call, finished, msgpack=format_ == "msgpack")
+
+
+encode = functools.partial(infer, "encode")
+score = functools.partial(infer, "score")
+extract = functools.partial(infer, "extract")
+
+
+def check_raw(run: RunOptions) -> None:
+    """Raises InvalidInput for what bytes alone cannot carry."""
+    if run.outputs != ("dense",):
+        raise InvalidInput(f"Accept: {reply.RAW} carries dense vectors only", reason="unsupported_output", param="output_types")
+    if run.dtype in reply.EXTRAS:
+        message = f"Accept: {reply.RAW} has no place for the scales of {run.dtype}"
+        raise InvalidInput(message, reason="unsupported_dtype", param="output_dtype")
+
+
+def raw_answer(call: Call, finished: Finished, name: str) -> Answer:
+    """Dense vectors as bytes alone, C order, little endian. Raises FailedRequest when any input failed."""
+    vectors = finished.succeeded(name)
+    body = reply.Joined(vectors, "dense")
+    width = vectors[0][1].outputs["dense"].shape[-1]
+    headers = finished.headers(finished.timing(call)) | {"Content-Length": str(body.nbytes)}
+    headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
+    return Answer(body, reply.RAW, headers)
+
+
+def arrow_answer(call: Call, finished: Finished) -> Answer:
+    """A row for each input, failed ones included. Raises FailedRequest where the request as a whole failed."""
+    finished.check()
+    request = finished.request
+    return Answer(arrow.Rows(request.items, finished.outcomes, request.options.run), reply.ARROW, finished.headers(finished.timing(call)))
+
+
+def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
+    request = finished.request
+    items, options = request.items, request.options
+    content: dict[str, Any] = {"model": request.resolved.requested}
+    slots: list[dict[str, Any]] = []
+    if request.operation == "score":
+        if request.query is not None and request.query.id is not None:
+            content["query_id"] = request.query.id
+        content["scores"] = reply.score_entries(items, finished.outcomes)
+    elif request.operation == "extract":
+        content["items"] = range(len(items))
+    else:
+        slots = content["items"] = reply.encode_slots(items, finished.outcomes, request.resolved.entry, options.run, msgpack=msgpack)
+    timing = finished.timing(call)
+    if options.item_timing:
+        for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
+            slot["timing"] = own
+    content |= finished.shared(call, timing)
+    if options.run.muvera is not None:
+        content["muvera"] = msgspec.to_builtins(options.run.muvera)
+
+    def found(index: int) -> dict[str, Any]:
+        return reply.extract_slot(index, items[index], finished.outcomes[index][1])
+
+    row = found if request.operation == "extract" else None
+    data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row)
+    return Answer(data, content_type, finished.headers(timing))

@@ -1,0 +1,163 @@
+"""`POST /v1/embeddings` as OpenAI's clients and all that build on them write it: texts or token ids in, dense vectors out, often base64."""
+
+from __future__ import annotations
+
+import asyncio
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from sie_contracts import options
+from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import InvalidInput, SIEError, envelope
+from sie_contracts.messages import RunOptions
+from sie_gateway import body as bodies
+from sie_gateway import reply
+from sie_gateway.body import Item
+from sie_gateway.call import Answer, Asked, Call
+from sie_gateway.dialects import fields, native, vocabulary
+from sie_gateway.dialects.selection import model_for
+from sie_gateway.finished import Finished, Understood
+from sie_gateway.inference import Inference
+from sie_gateway.quota import Charge
+
+MAX_TOKENS = 300_000  # of all inputs of a request
+SPECIAL_TOKENS = 8  # that any tokenizer adds to a text, at most
+_ENCODINGS = ("model", *vocabulary.NAMES)
+
+
+def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+    """The envelope, with `error.code` in lower case as OpenAI's own are."""
+    body = envelope(error, request_id, errors)
+    inner = {**body["error"], "code": error.code.lower()}
+    return error.status, {**body, "error": inner, "detail": inner}
+
+
+async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
+    body = bodies.decode(raw, msgpack=False)
+    resolved = model_for(inference, call, "embed", body.get("model"))
+    if "encode" not in resolved.entry.tasks:
+        message = f"{resolved.entry.id} gives no vectors, it does {', '.join(resolved.entry.tasks)}"
+        raise InvalidInput(message, reason="unsupported_output", param="model")
+    is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
+    items = await _items(body, resolved, inference.max_items(call))
+    format_ = reply.wanted(call.headers.get("accept", ""), raw=True, msgpack=False)
+    with fields.named(output_types="model"):
+        understood = inference.understand(call, Asked("encode", resolved, items, _parameters(body)))
+    if format_ == "raw":
+        native.check_raw(understood.options.run)
+    await _check_tokens(inference, call, understood)
+    finished = await inference.execute(call, understood)
+    if format_ == "raw":
+        return native.raw_answer(call, finished, "input")
+    if format_ == "arrow":
+        finished.check("input")
+        return native.arrow_answer(call, finished)
+    return _answer(call, finished, is_base64=is_base64)
+
+
+def _parameters(body: fields.Body) -> dict[str, Any]:
+    given = fields.parameters(body, "dimensions", "input_type", "is_query", "instruction", "truncate", "normalize", "options")
+    return {**given, "output_types": ["dense"], "output_dtype": "float32"}
+
+
+# what comes in
+
+
+async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Item, ...]:
+    """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts."""
+    given = body.get("input")
+    is_image = fields.choice(body, "modality", ("text", "image"), "text") == "image"
+    encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
+    if isinstance(given, str):
+        _check_text(given, "input")
+        given = [given]
+    elif isinstance(given, list) and given and type(given[0]) is int:
+        given = [given]
+    inputs = fields.inputs(given, "input", limit)
+    first = inputs[0]
+    if not isinstance(first, str | list):
+        raise fields.refused("input[0]", first, "a string or a list of token ids")
+    for index, each in enumerate(inputs):
+        path = f"input[{index}]"
+        if isinstance(each, str) != isinstance(first, str) or not isinstance(each, str | list):
+            raise fields.refused(path, each, "a string as the first" if isinstance(first, str) else "a list of token ids as the first")
+        if isinstance(each, str):
+            _check_text(each, path)
+    if is_image:
+        if not isinstance(first, str):
+            raise fields.refused("input[0]", first, "a data URI")
+        return tuple(Item(None, modalities=("image",)) for _ in inputs)
+    if isinstance(first, str):
+        return tuple(map(Item, inputs))
+    total = sum(map(len, inputs))
+    if total > MAX_TOKENS:
+        raise _too_many(total)
+    ids = [bodies.token_ids(each, f"input[{index}]") for index, each in enumerate(inputs)]
+    if encoding == "model":
+        return tuple(Item(None, tokens=each) for each in ids)
+    await asyncio.to_thread(vocabulary.load, encoding)  # kept from then on
+    return tuple(Item(vocabulary.decode(encoding, each, f"input[{index}]")) for index, each in enumerate(ids))
+
+
+def _check_text(text: str, path: str) -> None:
+    if not text:
+        raise InvalidInput(f"{path}: expected a text that is not empty", reason="empty_item", param=path)
+    bodies.utf8(text, path)
+
+
+def _too_many(tokens: int) -> InvalidInput:
+    message = f"input: got {tokens} tokens, at most {MAX_TOKENS} are allowed in all"
+    return InvalidInput(message, reason="too_many_tokens", param="input", extras={"limit": MAX_TOKENS})
+
+
+async def _check_tokens(inference: Inference, call: Call, request: Understood) -> None:
+    """Refuse more tokens than a request may have, before any of them is queued to be run. Raises InvalidInput, and what `run` raises.
+
+    Texts are counted by a worker, and only where there might be too many.
+    """
+    run = request.options.run
+    texts = tuple(item for item in request.items if item.text is not None)
+    if most_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
+        return
+    # of its own name: an answer to it that comes late is none to the run that follows; nor is it charged
+    counting = replace(call, id=f"{call.id}-count", charge=Charge())
+    counted = await inference.run(counting, Asked("tokenize", request.resolved, texts, {}, run=options.counting(run)))
+    counted.check("input")
+    total = counted.usage["total_tokens"]
+    if total > MAX_TOKENS:
+        raise _too_many(total)
+
+
+def most_tokens(texts: Sequence[str], run: RunOptions) -> int:
+    """How many tokens texts may become, each with its prompt: one for each byte, of their normal form where that is longer."""
+    around = _most_bytes(run.prefix) + _most_bytes(run.suffix) + SPECIAL_TOKENS
+    total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
+    if total > MAX_TOKENS:  # also without a look at normal forms, which takes long
+        return total
+    return sum(around + _most_bytes(text) for text in texts)
+
+
+def _most_bytes(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).encode()))
+
+
+# what goes out
+
+
+def _answer(call: Call, finished: Finished, *, is_base64: bool) -> Answer:
+    vectors = finished.arrays("input", "dense")
+    timing = finished.timing(call)
+    data = [
+        {"object": "embedding", "index": index, "embedding": vector.data if is_base64 else vector}  # written as base64, or as a list
+        for index, vector in enumerate(vectors)
+    ]
+    after = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(call, timing)})
+    body = reply.listed(data, finished.values, b'{"object":"list","data":[', b"]," + after[1:])
+    return Answer(body, "application/json", finished.headers(timing))

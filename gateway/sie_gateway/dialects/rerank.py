@@ -1,0 +1,114 @@
+"""Rerank as clients of Jina and of Cohere (v1, v2) write it: one reply that all of them read. `/rerank` is also TEI's, told by its body."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from sie_contracts.errors import InvalidInput
+from sie_gateway import body as bodies
+from sie_gateway.body import Item
+from sie_gateway.call import Answer, Asked, Call
+from sie_gateway.dialects import fields, tei
+from sie_gateway.dialects.scores import scored
+from sie_gateway.dialects.selection import model_for
+from sie_gateway.finished import Finished
+from sie_gateway.inference import Inference
+
+MAX_TOKENS_PER_DOC = 4096
+MOST_TOKENS_PER_DOC = 1 << 20
+DOCUMENTS_PER_UNIT = 100  # of what is billed
+
+
+async def either(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """`POST /rerank`: with `texts` it is TEI's, errors included."""
+    body = bodies.decode(raw, msgpack=False)
+    if body.get("texts") is not None:
+        call.shape = tei.shape
+        return await tei.rerank(inference, call, raw)
+    return await _rerank(inference, call, body, version=1)
+
+
+async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
+    """`POST /v{version}/rerank`: documents by their relevance to a query, best first."""
+    return await _rerank(inference, call, bodies.decode(raw, msgpack=False), version=version)
+
+
+v1 = functools.partial(rerank, 1)
+v2 = functools.partial(rerank, 2)
+
+
+async def _rerank(inference: Inference, call: Call, body: fields.Body, *, version: int) -> Answer:
+    resolved = model_for(inference, call, "rerank", body.get("model"))
+    query = Item(fields.text(body, "query"))
+    items = _documents(body, inference.max_items(call))
+    count = fields.whole(body, "top_n" if body.get("top_n") is not None else "top_k", 1)
+    with_documents = fields.flag(body, "return_documents", default=version == 1)
+    document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MOST_TOKENS_PER_DOC) or MAX_TOKENS_PER_DOC
+    is_raw = fields.flag(body, "raw_scores")
+    parameters = fields.parameters(body, "instruction", "truncate", "options")
+    asked = Asked("score", resolved, items, parameters, query, fields.priority(body))
+    warnings = []
+    if body.get("max_chunks_per_doc") is not None:
+        warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
+    finished = await scored(inference, call, asked, raw=is_raw, document_tokens=document_tokens)
+    return _answer(call, finished, version=version, count=count, with_documents=with_documents, warnings=warnings)
+
+
+def _documents(body: fields.Body, limit: int) -> tuple[Item, ...]:
+    given = fields.inputs(body.get("documents"), "documents", limit)
+    names = body.get("rank_fields")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise fields.refused("rank_fields", names, "a list of names of fields")
+    return tuple(_document(each, f"documents[{index}]", names) for index, each in enumerate(given))
+
+
+def _document(value: Any, path: str, names: list[str] | None) -> Item:
+    """A text, or a map: its `rank_fields`, one per line, else its `text`, else its `image`."""
+    if isinstance(value, str):
+        return Item(bodies.utf8(value, path))
+    if not isinstance(value, dict):
+        raise fields.refused(path, value, "a string or a map")
+    if names:
+        found = [value[name] for name in names if value.get(name) is not None]
+        if not found:
+            raise InvalidInput(f"{path}: expected some of the rank_fields, got none of them", reason="empty_item", param=path)
+        for each in found:
+            if not isinstance(each, str | int | float) or isinstance(each, bool):
+                raise fields.refused(path, each, "strings or numbers in its rank_fields")
+        return Item(bodies.utf8("\n".join(map(str, found)), path))
+    text, image = value.get("text"), value.get("image")
+    if isinstance(text, str):
+        return Item(bodies.utf8(text, f"{path}.text"))
+    if text is None and isinstance(image, str):
+        return Item(None, modalities=("image",))
+    raise fields.refused(f"{path}.text", text, "a string")
+
+
+def _answer(
+    call: Call, finished: Finished, *, version: int, count: int | None, with_documents: bool, warnings: list[str]
+) -> Answer:  # fmt: skip
+    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("documents")]
+    items = finished.request.items
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+    results = [
+        {"index": index, "relevance_score": scores[index], **({"document": {"text": items[index].text}} if with_documents else {})}
+        for index in order
+    ]
+    timing = finished.timing(call)
+    shared = finished.shared(call, timing)
+    if warnings:
+        shared["warnings"] = [*warnings, *shared.get("warnings", ())]
+    tokens = finished.usage["total_tokens"]
+    meta: dict[str, Any] = {
+        "api_version": {"version": str(version)}, "billed_units": {"search_units": -(-len(items) // DOCUMENTS_PER_UNIT)},
+        "tokens": {"input_tokens": tokens, "output_tokens": 0},
+    }  # fmt: skip
+    content: Mapping[str, Any] = {
+        "id": str(uuid4()), "object": "rerank", "model": finished.request.resolved.requested, "results": results, "meta": meta, **shared
+    }  # fmt: skip
+    return Answer(orjson.dumps(content), "application/json", finished.headers(timing))

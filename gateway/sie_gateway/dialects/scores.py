@@ -1,0 +1,25 @@
+"""Scores as other makers of rerankers answer them: from 0 to 1, in the order of the model's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from sie_gateway.call import Asked, Call
+from sie_gateway.finished import Finished
+from sie_gateway.inference import Inference
+
+
+async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:
+    """Run a score, from 0 to 1 unless `raw`. The worker maps it: only there it is known what a checkpoint's scores mean.
+
+    Of a document at most `document_tokens` are read, 0: as many as there is room for.
+    """
+    understood = inference.understand(call, asked)
+    run = understood.options.run
+    parameters = run.parameters if raw else {**run.parameters, "relevance": True}
+    most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0
+    run = msgspec.structs.replace(run, parameters=parameters, document_tokens=most)
+    understood = replace(understood, options=replace(understood.options, run=run))
+    return await inference.execute(call, understood)

@@ -1,0 +1,43 @@
+"""Which model answers a request that need not name one (contract 17.1): the named one, else the configured one, else the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from sie_contracts.catalogue import ModelEntry, Resolved, classifies
+from sie_contracts.errors import InvalidInput
+from sie_contracts.options import describe
+from sie_gateway.call import Call
+from sie_gateway.inference import Inference
+
+Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict"]
+_CAN: dict[Capability, Callable[[ModelEntry], bool]] = {
+    "embed": lambda entry: "dense" in entry.outputs and "encode" in entry.tasks,
+    "embed_sparse": lambda entry: "sparse" in entry.outputs and "encode" in entry.tasks,
+    "embed_all": lambda entry: "dense" in entry.outputs and entry.family == "text-encoder",
+    "rerank": lambda entry: "score" in entry.tasks,
+    "predict": classifies,
+}
+
+
+def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
+    """The model of the path, else `named` (of the body), else that of SIE_DEFAULT_MODELS, else the only one that can.
+
+    Raises InvalidInput with reason model_required, and what `Inference.resolve` raises.
+    """
+    if call.resolved is not None:
+        return call.resolved
+    if named is not None and not isinstance(named, str):
+        raise InvalidInput(f"model: expected a string, got {describe(named)}", reason="schema", param="model")
+    if named:
+        return inference.resolve(named, call)
+    defaults = inference.default_models
+    if default := defaults.get(capability, defaults.get("embed") if capability == "embed_all" else None):
+        return inference.resolve(default, call)
+    able = [entry.id for entry in inference.catalogue.entries.values() if _CAN[capability](entry)]
+    if len(able) == 1:
+        return inference.resolve(able[0])
+    here = f"{len(able)} models here could do this" if able else "no model here can do this"
+    message = f"model: expected the name of a model; {here}, and SIE_DEFAULT_MODELS names none for {capability}"
+    raise InvalidInput(message, reason="model_required", param="model")

@@ -1,0 +1,314 @@
+"""Text Embeddings Inference: its routes over the default models, and under /tei/{model} over any (contract 17).
+
+Bodies are bare lists, so timing goes into headers. Errors have a name of TEI's and a status of TEI's; `error` is a string here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+import sie_contracts
+from sie_contracts import options
+from sie_contracts.arrays import Array
+from sie_contracts.catalogue import ModelEntry, classifies
+from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
+from sie_gateway import body as bodies
+from sie_gateway import reply
+from sie_gateway.body import Item
+from sie_gateway.call import Answer, Asked, Call
+from sie_gateway.dialects import fields
+from sie_gateway.dialects.scores import scored
+from sie_gateway.dialects.selection import Capability, model_for
+from sie_gateway.finished import Finished
+from sie_gateway.inference import Inference
+
+_STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
+MAP_VALUES = 10  # numbers that are written in the time of a small map
+_DIRECTIONS = {"left": "START", "right": "END"}
+
+
+def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+    """An error as clients of TEI read it."""
+    kind = tei_type(error)
+    status = _STATUS.get(kind, error.status)
+    if isinstance(error, InvalidInput):
+        status = {"too_many_items": 413, "model_required": 400}.get(error.reason, 424 if kind == "Backend" else _STATUS.get(kind, 422))
+    elif error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
+        status = 424
+    return status, {**envelope(error, request_id, errors), "error": error.message, "error_type": kind}
+
+
+# what comes in
+
+
+def _body(raw: bytes) -> Mapping[str, Any]:
+    return bodies.decode(raw, msgpack=False)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def _input(value: Any, path: str) -> Item:
+    if isinstance(value, str):
+        return Item(bodies.utf8(value, path))
+    if _is_ids(value):
+        return Item(None, tokens=bodies.token_ids(value, path))
+    raise fields.refused(path, value, "a string or a list of token ids")
+
+
+def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[Item, ...]:
+    """Texts or lists of token ids, or one of either."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    return tuple(_input(each, f"{name}[{index}]") for index, each in enumerate(_counted(value, most, name)))
+
+
+def _counted(value: Any, most: int, name: str) -> list[Any]:
+    """A list of one to `most` elements; nothing at all is an empty one here."""
+    return fields.inputs([] if value is None else value, name, most)
+
+
+def _texts(value: Any, most: int, name: str) -> tuple[Item, ...]:
+    return fields.items([] if value is None else value, name, most)
+
+
+def _parameters(body: Mapping[str, Any], entry: ModelEntry) -> dict[str, Any]:
+    """Truncation and prompt in native terms."""
+    given: dict[str, Any] = {}
+    direction = body.get("truncation_direction")
+    if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
+        raise fields.refused("truncation_direction", direction, "left or right")
+    keep = _DIRECTIONS[direction.lower()] if isinstance(direction, str) else "END"
+    given["truncate"] = keep if fields.flag(body, "truncate", default=True) else "NONE"
+    return given | _prompt(body, entry)
+
+
+def _prompt(body: Mapping[str, Any], entry: ModelEntry) -> dict[str, Any]:
+    name = body.get("prompt_name")
+    if name is None:
+        return {}
+    if not isinstance(name, str) or name not in entry.prompts:
+        known = ", ".join(sorted(entry.prompts)) or "none"
+        raise InvalidInput(f"prompt_name: expected a prompt of {entry.id}: {known}", reason="schema", param="prompt_name")
+    return {"is_query": True} if name == "query" else {"is_query": False, "doc_template": entry.prompts[name]}
+
+
+# what goes out
+
+
+def _answer(call: Call, finished: Finished, body: Any) -> Answer:
+    timing = finished.timing(call)
+    headers = finished.headers({**timing, "queue_time": timing["queue_ms"]})
+    headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
+    headers["X-Compute-Time"] = headers["X-Total-Time"]
+    headers["X-Compute-Type"] = "cpu" if finished.request.lane.machine_profile == "cpu" else "gpu+optimized"
+    headers["X-Compute-Characters"] = str(sum(len(item.text or "") for item in finished.request.items))
+    headers["X-Compute-Tokens"] = str(finished.usage["total_tokens"])
+    return Answer(body if not isinstance(body, list | dict) else orjson.dumps(body), "application/json", headers)
+
+
+Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+
+
+async def _encode(
+    inference: Inference, call: Call, body: Mapping[str, Any], capability: Capability, items: tuple[Item, ...], params: Mapping[str, Any]
+) -> Finished:
+    resolved = model_for(inference, call, capability, body.get("model"))
+    output = "sparse" if capability == "embed_sparse" else "dense"
+    merged = {**_parameters(params, resolved.entry), "output_types": [output], "dimensions": params.get("dimensions")}
+    if capability == "embed":
+        merged["normalize"] = fields.flag(params, "normalize", default=True)
+    understood = inference.understand(call, Asked("encode", resolved, items, {"params": merged}))
+    if capability == "embed_all":
+        run = options.unpooled(resolved.entry, understood.options.run)
+        understood = replace(understood, options=replace(understood.options, run=run))
+    return await inference.execute(call, understood)
+
+
+async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """Dense vectors: a list of them, for a single input too."""
+    body = _body(raw)
+    finished = await _encode(inference, call, body, "embed", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
+
+
+async def embed_all(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """The states of all tokens, not pooled and not normalised."""
+    body = _body(raw)
+    finished = await _encode(inference, call, body, "embed_all", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
+
+
+async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """Sparse vectors: index and weight of each word of the vocabulary that has one."""
+    body = _body(raw)
+    finished = await _encode(inference, call, body, "embed_sparse", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
+    rows = list(zip(indices, values, strict=True))
+    return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
+
+
+def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
+    indices, weights = row
+    return [{"index": index, "value": value} for index, value in zip(indices.tolist(), weights.tolist(), strict=True)]
+
+
+async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """Cosine of one sentence with each of others."""
+    body = _body(raw)
+    given = body.get("inputs")
+    if not isinstance(given, dict):
+        raise fields.refused("inputs", given, "a map with source_sentence and sentences")
+    source = given.get("source_sentence")
+    if not isinstance(source, str):
+        raise fields.refused("inputs.source_sentence", source, "a string")
+    sentences = _texts(given.get("sentences"), inference.max_items(call), "inputs.sentences")
+    parameters = body.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise fields.refused("parameters", parameters, "a map or null")
+    items = (Item(bodies.utf8(source, "inputs.source_sentence")), *sentences)
+    finished = await _encode(inference, call, body, "embed", items, parameters or {})
+    vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
+    return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
+
+
+async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """Texts by their relevance to a query, best first."""
+    body = _body(raw)
+    query, texts = body.get("query"), body.get("texts")
+    if not isinstance(query, str):
+        raise fields.refused("query", query, "a string")
+    items = _texts(texts, inference.max_items(call), "texts")
+    resolved = model_for(inference, call, "rerank", body.get("model"))
+    is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
+    asked = Asked("score", resolved, items, {"params": _parameters(body, resolved.entry)}, Item(bodies.utf8(query, "query")))
+    finished = await scored(inference, call, asked, raw=is_raw)
+    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    return _answer(call, finished, [
+        {"index": index, "score": scores[index], **({"text": items[index].text} if with_text else {})} for index in order
+    ])  # fmt: skip
+
+
+async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
+    body = _body(raw)
+    given = body.get("inputs")
+    is_single = isinstance(given, str) or (isinstance(given, list) and 0 < len(given) <= 2 and all(isinstance(each, str) for each in given))
+    batch = [[given] if isinstance(given, str) else given] if is_single else given
+    items = []
+    for index, each in enumerate(_counted(batch, inference.max_items(call), "inputs")):
+        path = f"inputs[{index}]"
+        pair = [each] if isinstance(each, str) else each
+        if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
+            raise fields.refused(path, each, "a text, or a list of one text or of two")
+        texts = [bodies.utf8(text, path) for text in pair]
+        items.append(Item(texts[0], pair=texts[1] if len(texts) == 2 else None))
+    resolved = model_for(inference, call, "predict", body.get("model"))
+    check_classifier(resolved.entry)
+    params = {**_parameters(body, resolved.entry), "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)}}
+    finished = await inference.run(call, Asked("extract", resolved, tuple(items), {"params": params}))
+    found = classes(finished, "inputs")
+    return _answer(call, finished, found[0] if is_single else found)
+
+
+def check_classifier(entry: ModelEntry) -> None:
+    """Raises InvalidInput for a model without classes of its own."""
+    if not classifies(entry):
+        raise InvalidInput(f"{entry.id} has no classes of its own to predict", reason="unsupported_task", param="model")
+
+
+def classes(finished: Finished, name: str) -> list[list[dict[str, Any]]]:
+    """The classes of each input, best first. Raises FailedRequest."""
+    found: list[list[dict[str, Any]]] = []
+    for _, outcome in finished.succeeded(name):
+        given = (outcome.data or {})["classifications"]
+        found.append([{"score": each["score"], "label": each["label"]} for each in given])
+    return found
+
+
+async def tokenize(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """The tokens of texts: ids, texts, and where they begin and end in the bytes of the text."""
+    body = _body(raw)
+    given = body.get("inputs")
+    items = _texts([given] if isinstance(given, str) else given, inference.max_items(call), "inputs")
+    resolved = model_for(inference, call, "embed", body.get("model"))
+    template = _template(body, resolved.entry)
+    run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
+    finished = await inference.run(call, Asked("tokenize", resolved, items, {}, run=run))
+    told = [outcome.data or {} for _, outcome in finished.succeeded("inputs")]
+    return _answer(call, finished, reply.listed(told, MAP_VALUES * sum(len(each["ids"]) for each in told), row=_tokens))
+
+
+_TOKEN = {"id": "ids", "text": "texts", "special": "special", "start": "starts", "stop": "stops"}
+
+
+def _tokens(told: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    columns = zip(*(told[column] for column in _TOKEN.values()), strict=True)
+    return [dict(zip(_TOKEN, values, strict=True)) for values in columns]
+
+
+def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
+    """What the prompt puts before and behind a text."""
+    _prompt(body, entry)
+    if (name := body.get("prompt_name")) is None:
+        return "", ""
+    before, _, after = str(entry.prompts[str(name)]).partition("{text}")
+    return before, after
+
+
+async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """The texts of token ids."""
+    body = _body(raw)
+    given = body.get("ids")
+    batch = [given] if _is_ids(given) else given
+    lists = _counted(batch, inference.max_items(call), "ids")
+    items = tuple(Item(None, tokens=bodies.token_ids(each, f"ids[{index}]")) for index, each in enumerate(lists))
+    resolved = model_for(inference, call, "embed", body.get("model"))
+    run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
+    finished = await inference.run(call, Asked("decode", resolved, items, {}, run=run))
+    return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
+
+
+async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """`POST /`: what the model is for. A source sentence asks for similarities."""
+    body = _body(raw)
+    given = body.get("inputs")
+    if isinstance(given, dict) and "source_sentence" in given:
+        return await similarity(inference, call, raw)
+    entry = model_for(inference, call, "embed", body.get("model")).entry
+    if "dense" in entry.outputs:
+        return await embed(inference, call, raw)
+    if "sparse" in entry.outputs:
+        return await embed_sparse(inference, call, raw)
+    return await (predict if classifies(entry) else rerank)(inference, call, raw)
+
+
+async def info(inference: Inference, call: Call, raw: bytes) -> Answer:
+    """What serves, in the words of TEI's /info."""
+    resolved = model_for(inference, call, "embed")
+    entry, workers = resolved.entry, inference.workers_of(resolved.bundle)
+    kind: dict[str, Any] = {"embedding": {"pooling": entry.run.pooling or "mean"}}
+    if "score" in entry.tasks and "encode" not in entry.tasks:
+        kind = {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
+    elif classifies(entry):
+        kind = {"classifier": {"id2label": {}, "label2id": {}}}
+    return Answer(orjson.dumps({
+        "model_id": entry.id, "model_sha": entry.revision, "model_dtype": entry.load.precision or "float32", "served_model_name": entry.id,
+        "model_type": kind, "max_concurrent_requests": inference.max_concurrent, "max_input_length": entry.max_tokens,
+        "max_batch_tokens": max((beat.batch_cost for beat in workers), default=0) or entry.max_tokens, "max_batch_requests": None,
+        "max_client_batch_size": inference.max_items(call), "auto_truncate": True, "tokenization_workers": max(1, len(workers)),
+        "version": sie_contracts.__version__, "sha": None, "docker_label": None,
+    }), "application/json", {})  # fmt: skip
+
+
+HANDLERS: dict[str, Handler] = {
+    "embed": embed, "embed_all": embed_all, "embed_sparse": embed_sparse, "rerank": rerank, "predict": predict, "similarity": similarity,
+    "tokenize": tokenize, "decode": decode, "": main_task,
+}  # fmt: skip

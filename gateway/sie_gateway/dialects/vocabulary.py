@@ -1,0 +1,63 @@
+"""Token ids of OpenAI's models as text: their vocabularies, from a package that carries them. Only its data is read, never its code.
+
+A file has a line for each token: its bytes in base64, its id. Digests and special tokens as in tiktoken (tiktoken_ext/openai_public.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from sie_contracts.errors import InvalidInput
+
+_PACKAGE = "bpe_openai"  # bpe-openai on PyPI
+_DIGESTS = {
+    "cl100k_base": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+    "o200k_base": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+}
+_SPECIAL = {
+    "cl100k_base": {
+        100257: b"<|endoftext|>", 100258: b"<|fim_prefix|>", 100259: b"<|fim_middle|>", 100260: b"<|fim_suffix|>",
+        100276: b"<|endofprompt|>",
+    },
+    "o200k_base": {199999: b"<|endoftext|>", 200018: b"<|endofprompt|>"},
+}  # fmt: skip
+NAMES = tuple(_DIGESTS)
+
+
+def path(name: str) -> Path | None:
+    """Where the vocabulary lies, gzipped; None if the package is not installed."""
+    found = importlib.util.find_spec(_PACKAGE)
+    file = Path(found.origin).parent / "data" / f"{name}.tiktoken.gz" if found and found.origin else None
+    return file if file and file.is_file() else None
+
+
+@functools.cache
+def load(name: str) -> dict[int, bytes]:
+    """The bytes of each token: 0.1 s and some 20 MiB. Raises InvalidInput where they are not installed, or not the ones they should be."""
+    file = path(name)
+    if file is None:
+        message = f"token_encoding: this gateway cannot read {name}: install sie-cluster[openai-tokens] there, or send texts"
+        raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
+    data = gzip.decompress(file.read_bytes())
+    if hashlib.sha256(data).hexdigest() != _DIGESTS[name]:
+        message = f"token_encoding: the {name} that is installed at this gateway is not the published one"
+        raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
+    pairs = (line.split() for line in data.splitlines())
+    return {int(number): base64.b64decode(token) for token, number in pairs} | _SPECIAL[name]
+
+
+def decode(name: str, ids: Sequence[int], where: str) -> str:
+    """The text of `ids`. A character that they cut in two becomes U+FFFD. Raises InvalidInput naming the place of an id that is none."""
+    table = load(name)
+    try:
+        return b"".join([table[token] for token in ids]).decode("utf-8", "replace")
+    except KeyError:
+        place = next(index for index, token in enumerate(ids) if token not in table)
+        message = f"{where}[{place}]: expected an id of {name}, got {ids[place]}"
+        raise InvalidInput(message, reason="bad_token_id", param=where) from None

@@ -1,0 +1,185 @@
+"""A request that ran: the outcome of each input at its place, those that were refused here included, and what all replies tell of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from sie_contracts import arrays
+from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Failed, Ok, Operation, Priority, WorkResult
+from sie_contracts.options import RequestOptions
+from sie_contracts.topology import Lane
+from sie_gateway import chunk, reply
+from sie_gateway.body import Item
+from sie_gateway.call import Call, FailedRequest
+from sie_gateway.reply import Placed
+
+FOUND_VALUES = 20  # of something that was found in a text, as many numbers as are written in its time
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What is asked, with every parameter merged and the lane chosen."""
+
+    operation: Operation
+    resolved: Resolved
+    options: RequestOptions
+    items: tuple[Item, ...]
+    query: Item | None
+    lane: Lane
+    priority: Priority
+
+
+class Finished:
+    """The outcomes of a request, in the order of its inputs."""
+
+    def __init__(self, request: Understood, refused: Mapping[int, Failed]) -> None:
+        self.request = request
+        self.publish_ms = 0.0  # until the first messages were stored
+        self.last: WorkResult | None = None  # of the chunk that finished last
+        self._waits_ms: dict[int, float] = {}  # by chunk, from publishing to its result's arrival
+        self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
+        self._positions: list[list[int]] = [[index] for index in refused]
+
+    def take(self, indices: list[int], chunks: list[chunk.Chunk], results: list[WorkResult], waits_ms: list[float]) -> None:
+        """Put the result of each chunk at its place. Raises InvalidOutcomeCount."""
+        for piece, result in zip(chunks, results, strict=True):
+            places = indices[piece.start : piece.stop]
+            if len(places) != len(result.outcomes):
+                raise InvalidOutcomeCount(len(result.outcomes), len(places))
+            self._results.append(result)
+            self._positions.append(places)
+        self._waits_ms = dict(enumerate(waits_ms))
+        self.last = results[max(self._waits_ms, key=waits_ms.__getitem__)]
+
+    @cached_property
+    def outcomes(self) -> list[Placed]:
+        """The outcome of each input, with the result it came in."""
+        return reply.placed(len(self.request.items), self._results, self._positions)
+
+    @cached_property
+    def worker_results(self) -> list[WorkResult]:
+        """What workers sent."""
+        return [result for result in self._results if result.chunk >= 0]
+
+    @cached_property
+    def usage(self) -> dict[str, Any]:
+        """Tokens that were run, and the positions of inputs that were cut."""
+        tokens, truncated = 0, []
+        for result, places in zip(self._results, self._positions, strict=True):
+            for place, outcome in zip(places, result.outcomes, strict=True):
+                if not isinstance(outcome, Failed):
+                    tokens += outcome.tokens
+                    if outcome.truncated:
+                        truncated.append(place)
+        return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+
+    @property
+    def fingerprint(self) -> str:
+        real = self.worker_results
+        return real[0].fingerprint if real else ""
+
+    @property
+    def values(self) -> int:
+        """Numbers in the reply, roughly."""
+        found = sum(
+            len(listed) for result in self.worker_results for outcome in result.outcomes if isinstance(outcome, Ok) and outcome.data
+            for listed in outcome.data.values() if isinstance(listed, list)
+        )  # fmt: skip
+        return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * found
+
+    def check(self, name: str = "") -> None:
+        """Raises FailedRequest when all inputs failed, or one did and the client wants that to fail the request.
+
+        `name`: what a client family without slots for errors calls its inputs: there any failed input fails the request, and is named.
+        """
+        any_fails = bool(name) or self.request.options.on_item_error == "fail"
+        failure = reply.failure_of(self.request.items, reply.failures_of(self.outcomes), any_fails=any_fails)
+        if failure is None:
+            return
+        error, listed = failure
+        is_input = isinstance(error, InvalidInput)  # else it is no fault of this input
+        # what failed of an input may name its field
+        place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{error.param}" if is_input and error.param == "text" else "")
+        if name or is_input:
+            error.param = place
+        if is_input:
+            error.message = f"{place}: {error.message.removeprefix('text: ')}"
+        raise FailedRequest(error, listed)
+
+    def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
+        """The value of each input, for a client family that has no place for errors. Raises FailedRequest, as `check` does."""
+        self.check(name)
+        return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
+
+    def arrays(self, name: str, output: str) -> list[arrays.Array]:
+        """One output of each input, as views. Raises FailedRequest."""
+        return [reply.array_of(result, outcome, output) for result, outcome in self.succeeded(name)]
+
+    @property
+    def waited_ms(self) -> float:
+        """From publishing to the arrival of the last result."""
+        return max(self._waits_ms.values(), default=0.0)
+
+    def timing(self, call: Call) -> dict[str, float]:
+        """Milliseconds by stage, up to now."""
+        wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
+        return reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=wait_ms, last=self.last)
+
+    def item_timings(self) -> list[dict[str, float]]:
+        """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing for those refused
+        here."""
+        none = reply.timing(total_ms=0.0, wait_ms=0.0, last=None)
+        found = {
+            result.chunk: reply.timing(total_ms=wait_ms, wait_ms=wait_ms, last=result)
+            for result in self.worker_results for wait_ms in (self._waits_ms[result.chunk],)
+        }  # fmt: skip
+        return [found.get(result.chunk, none) for result, _ in self.outcomes]
+
+    def shared(self, call: Call, timing: Mapping[str, float]) -> dict[str, Any]:
+        """What every reply that is a map tells beside its results."""
+        options = self.request.options
+        told: dict[str, Any] = {"timing": timing, "usage": self.usage, "fingerprint": self.fingerprint}
+        if options.warnings:
+            told["warnings"] = list(options.warnings)
+        if call.headers.get("x-sie-explain") == "1":
+            lane, priority = str(self.request.lane), self.request.priority
+            told["explain"] = [
+                {"worker": result.worker, "lane": lane, "priority": priority, "chunk": result.chunk,
+                 "batch": msgspec.structs.asdict(result.batch), "stages": msgspec.structs.asdict(result.stages)}
+                for result in self.worker_results
+            ]  # fmt: skip
+        return told
+
+    def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
+        """What every success says of itself in headers."""
+        resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
+        failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
+        fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
+        return {
+            "X-SIE-Model": resolved.canonical,
+            "X-SIE-Model-Revision": resolved.entry.revision,
+            "X-SIE-Fingerprint": self.fingerprint,
+            "X-SIE-Bundle": self.request.lane.bundle,
+            "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
+            **reply.timing_headers(timing),
+            **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
+            **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
+            **({"X-SIE-Alias": resolved.alias} if resolved.alias else {}),
+            **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
+            **({"X-SIE-Truncated-Items": str(truncated)} if truncated else {}),
+        }
+
+
+class InvalidOutcomeCount(Exception):
+    """A worker answered a chunk with another number of outcomes than it has inputs: nothing of it can be trusted."""
+
+    def __init__(self, got: int, expected: int) -> None:
+        super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")

@@ -1,0 +1,230 @@
+"""`/v1/pools` over HTTP: what a body may ask for, and the routes, which answer from `Pools`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from sie_contracts import topology
+from sie_contracts.aliases import resolve_all
+from sie_contracts.broker import BrokerError
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.messages import PoolSpec
+from sie_gateway import assignments
+from sie_gateway.pools import not_found
+
+if TYPE_CHECKING:
+    from sie_gateway.app import Gateway
+
+TTL_S, MOST_TTL_S = 1200, 3600
+MOST_MINIMUM_WORKERS = 4
+MOST_GPUS = 4096  # of one machine profile: above any cluster
+MOST_PROFILES = 64
+MOST_PINNED = 64
+MOST_BODY_BYTES = 64 << 10
+_NO_NAMES = frozenset({"assignments"})
+_FIELDS = frozenset({"name", "gpus", "bundle", "minimum_worker_count", "ttl_seconds", "gpu_caps", "pinned_models"})
+_IGNORED = frozenset({"queue_pool"})  # sent by clients of clusters whose pools share queues
+T = TypeVar("T")
+_logger = logging.getLogger("sie.gateway.pools")
+
+
+def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> PoolSpec:
+    """The spec that a body asks for. `profiles`: the machine profiles that there are.
+
+    Raises InvalidInput with the field, PoolOperationForbidden for what is over a limit, ModelNotFound for a pinned model.
+    """
+    if not isinstance(body, dict):
+        raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
+    unknown = sorted(str(key) for key in body.keys() - _FIELDS - _IGNORED)
+    if unknown:
+        field = unknown[0][:60]
+        raise InvalidInput(f"{field}: no such field; there are {', '.join(sorted(_FIELDS))}", reason="schema", param=field)
+    name = _name(body.get("name"))
+    gpus = _counts(body, "gpus", profiles)
+    if not gpus:
+        raise InvalidInput("gpus: expected a count for at least one machine profile, got none", reason="schema", param="gpus")
+    caps = _counts(body, "gpu_caps", profiles)
+    for profile, cap in caps.items():
+        if cap < gpus.get(profile, 0):
+            message = f"gpu_caps.{profile}: expected at least the {gpus[profile]} of gpus, got {cap}"
+            raise InvalidInput(message, reason="schema", param=f"gpu_caps.{profile}")
+    bundle = body.get("bundle")
+    if bundle is not None and not isinstance(bundle, str):
+        raise InvalidInput(f"bundle: expected a string or null, got {_kind(bundle)}", reason="schema", param="bundle")
+    bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
+    if bundle and bundle not in bundles:
+        raise InvalidInput(f"bundle: expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}", reason="schema", param="bundle")
+    minimum = _whole(body, "minimum_worker_count", 0, 0)
+    if minimum > MOST_MINIMUM_WORKERS:
+        raise PoolOperationForbidden(
+            f"minimum_worker_count: at most {MOST_MINIMUM_WORKERS} are allowed, got {minimum}", param="minimum_worker_count"
+        )
+    ttl_s = _whole(body, "ttl_seconds", TTL_S, 1)
+    if ttl_s > MOST_TTL_S:
+        raise PoolOperationForbidden(f"ttl_seconds: at most {MOST_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
+    pinned = body.get("pinned_models") or []
+    if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MOST_PINNED:
+        message = f"pinned_models: expected a list of at most {MOST_PINNED} strings, got {_kind(pinned)}"
+        raise InvalidInput(message, reason="schema", param="pinned_models")
+    models = tuple(dict.fromkeys(each.residency for model in pinned for each in resolve_all(catalogue, model)))
+    return PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
+
+
+def _name(given: object) -> str:
+    if not isinstance(given, str):
+        raise InvalidInput(f"name: expected a string, got {_kind(given)}", reason="pool_name", param="name")
+    try:
+        name = topology.pool_name(given)
+    except ValueError:
+        raise InvalidInput("name: expected 1 to 63 letters, digits, _ or -", reason="pool_name", param="name") from None
+    if name in _NO_NAMES:
+        raise InvalidInput(f"name: {name!r} is no name of a pool", reason="pool_name", param="name")
+    return name
+
+
+def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
+    """Counts by machine profile, as `profiles` writes it."""
+    given = body.get(field)
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or len(given) > MOST_PROFILES:
+        raise InvalidInput(f"{field}: expected a map of counts by machine profile, got {_kind(given)}", reason="schema", param=field)
+    found: dict[str, int] = {}
+    for key, count in given.items():
+        profile = key.strip().lower()
+        profile = profile if profile in profiles else f"{profile}-spot"
+        path = f"{field}.{key[:60]}"
+        if profile not in profiles:
+            raise InvalidInput(
+                f"{path}: no such machine profile; there are {', '.join(sorted(profiles))}", reason="gpu_not_configured", param=path,
+                extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
+            )  # fmt: skip
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_GPUS or profile in found:
+            got = f"{key[:60]!r} twice" if profile in found else count if isinstance(count, int) else _kind(count)
+            raise InvalidInput(f"{path}: expected a whole number from 1 to {MOST_GPUS}, got {got}", reason="schema", param=path)
+        found[profile] = count
+    return dict(sorted(found.items()))
+
+
+def _whole(body: Mapping[str, Any], field: str, default: int, least: int) -> int:
+    value = body.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        got = value if isinstance(value, int) else _kind(value)
+        raise InvalidInput(f"{field}: expected a whole number of at least {least}, got {got}", reason="schema", param=field)
+    return value
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+async def _body(request: Request) -> object:
+    """The body as JSON. Raises PayloadTooLarge, InvalidInput."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MOST_BODY_BYTES:
+            raise PayloadTooLarge(f"body: more than {MOST_BODY_BYTES} bytes", param="body", extras={"limit": MOST_BODY_BYTES})
+    try:
+        return orjson.loads(bytes(data))
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"body: not JSON at byte {error.pos}", reason="malformed", param="body") from None
+
+
+async def _written(work: Awaitable[T]) -> T:
+    """What a change of the record gives. Raises QueueUnavailable where the broker could not be asked."""
+    try:
+        return await work
+    except BrokerError as error:
+        _logger.warning("a pool could not be changed: %s", error)
+        raise QueueUnavailable("the broker did not take the change of the pool") from error
+
+
+def pool_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Serve `/v1/pools` from `gateway.pools`."""
+
+    def named(name: str) -> str:
+        try:
+            return topology.pool_name(name)
+        except ValueError:
+            raise not_found(name) from None
+
+    def profiles() -> set[str]:
+        """The machine profiles that there are: as configured, or those that are up and this installation's own."""
+        settings = gateway.settings
+        if settings.gateway_configured_gpus:
+            return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
+        return {settings.profile, *(beat.machine_profile for beat, _ in gateway.fleet.workers())}
+
+    @app.post(
+        "/v1/pools", status_code=201, summary="Reserve workers, or renew the same reservation", openapi_extra=_DOCUMENT,
+        responses={409: {"description": "A pool of this name has another spec"}, 403: {"description": "Over a limit"}},
+    )  # fmt: skip
+    async def create(request: Request) -> Response:
+        if not gateway.feed.loaded:
+            raise NotReady("the catalogue is not loaded yet")
+        spec = parse_spec(await _body(request), profiles(), gateway.feed.catalogue)
+        await _written(gateway.pools.create(spec))
+        return _json(gateway.pools.pool(spec.name), 201)
+
+    @app.get("/v1/pools", summary="All pools")
+    async def pools() -> Response:
+        return _json({"pools": gateway.pools.pools()})
+
+    @app.get(assignments.PATH, summary="The pools that a worker serves")
+    async def assignment(worker: str = "") -> Response:
+        served = gateway.pools.assigned(worker)
+        pinned = gateway.pools.pinned(served)
+        return _json({"worker": worker, "pools": served, **({"pinned_models": pinned} if pinned else {})})
+
+    @app.get("/v1/pools/{name}", summary="One pool")
+    async def pool(name: str) -> Response:
+        return _json(gateway.pools.pool(named(name)))
+
+    @app.delete("/v1/pools/{name}", summary="End a reservation")
+    async def delete(name: str) -> Response:
+        await _written(gateway.pools.delete(named(name)))
+        return _json({"message": "Pool deleted"})
+
+    @app.post("/v1/pools/{name}/renew", summary="Renew the lease of a reservation")
+    async def renew(name: str) -> Response:
+        renewed = await _written(gateway.pools.renew(named(name)))
+        return _json({"message": "Pool renewed", "expires_at": None if renewed is None else renewed.expires_s})
+
+
+_EXAMPLE = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
+_COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MOST_GPUS}}
+_DOCUMENT = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object", "required": ["name", "gpus"],
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,63}$"},
+                        "gpus": {**_COUNTS, "minProperties": 1}, "gpu_caps": _COUNTS,
+                        "bundle": {"type": ["string", "null"]},
+                        "minimum_worker_count": {"type": "integer", "minimum": 0, "maximum": MOST_MINIMUM_WORKERS},
+                        "ttl_seconds": {"type": "integer", "minimum": 1, "maximum": MOST_TTL_S, "default": TTL_S},
+                        "pinned_models": {"type": "array", "items": {"type": "string"}, "maxItems": MOST_PINNED},
+                    },
+                },
+                "example": _EXAMPLE,
+            }
+        },
+    }
+}  # fmt: skip
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")

@@ -1,0 +1,258 @@
+"""What this installation is doing, as people and programs look at it: `/health`, the page at `/`, `/ws/cluster-status`, `/ws/status`.
+
+    heartbeats (SIE_GATEWAY_HEALTH_MODE=nats) ──┐
+                                                ├──► Seen, one for each worker ──► WorkerInfo, ModelSummary, ClusterInfo
+    status sockets of workers (ws) ─────────────┘
+
+Nothing here decides where work goes: that is the fleet's, from heartbeats, in both modes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+import sie_contracts
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError
+from sie_contracts.errors import NotFound, NotReady, ResourceExhausted
+from sie_contracts.messages import Heartbeat
+from sie_contracts.runtime.feed import CatalogueFeed
+from sie_contracts.runtime.http import Receive, Scope, Send
+from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.websocket import Frames, check_origin
+from sie_contracts.settings import Settings, public_url
+from sie_gateway.fleet import STATES, Fleet
+from sie_gateway.peers import Peers
+from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
+
+CLUSTER_EVERY_S = 1.0
+WORKER_EVERY_S = 0.1  # a worker makes five frames a second, at times of its own
+FIRST_FRAME_S = 2.0
+MOST_SOCKETS = 128
+DEAD_EVERY_S = 5.0
+CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
+CONSOLE = Path(__file__).parent / "console" / "index.html"
+CONSOLE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """One worker. `gpu` is its machine profile, `url` None where it is known by its heartbeats."""
+
+    name: str
+    url: str | None
+    gpu: str
+    gpu_count: int
+    pool: str
+    loaded_models: list[str]
+    queue_depth: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+    healthy: bool
+    bundle: str
+    bundle_config_hash: str
+    device: str
+
+
+class ModelSummary(msgspec.Struct, frozen=True):
+    """One model of the catalogue, over all healthy workers and all its loaded copies. `gpu_types` of the workers that know it."""
+
+    name: str
+    state: str
+    worker_count: int
+    gpu_types: list[str]
+    total_queue_depth: int
+
+
+class ClusterInfo(msgspec.Struct, frozen=True):
+    """Sums over the healthy workers. `total_qps`: inference requests that all gateways answer per second, over the last ten seconds."""
+
+    worker_count: int
+    gpu_count: int
+    models_loaded: int
+    total_qps: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A worker as it is shown, and the state and queue depth of each model that it reports."""
+
+    info: WorkerInfo
+    models: Mapping[str, tuple[str, int]]
+
+
+def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
+    info = WorkerInfo(
+        name=beat.worker, url=None, gpu=beat.machine_profile, gpu_count=beat.gpu_count, pool=beat.pool,
+        loaded_models=[status.model for status in beat.models if status.state == "loaded"], queue_depth=beat.queue_depth,
+        memory_used_bytes=beat.memory_used_bytes, memory_total_bytes=beat.memory_total_bytes, healthy=healthy, bundle=beat.bundle,
+        bundle_config_hash=beat.config_epoch, device=beat.device,
+    )  # fmt: skip
+    return Seen(info, {status.model: (status.state, status.queued) for status in beat.models})
+
+
+def of_socket(url: str, status: WorkerStatus | None) -> Seen:
+    """A worker by its own status; None while its socket tells nothing."""
+    url = public_url(url)
+    if status is None:
+        return Seen(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
+    devices = status.gpus
+    info = WorkerInfo(
+        name=status.name, url=url, gpu=status.machine_profile, gpu_count=status.gpu_count, pool=status.pool_name,
+        loaded_models=status.loaded_models, queue_depth=sum(model.queue_depth for model in status.models),
+        memory_used_bytes=sum(each.memory_used_bytes for each in devices),
+        memory_total_bytes=sum(each.memory_total_bytes for each in devices), healthy=status.ready, bundle=status.bundle,
+        bundle_config_hash=status.bundle_config_hash, device=devices[0].device if devices else "",
+    )  # fmt: skip
+    return Seen(info, {model.name: (model.state, model.queue_depth) for model in status.models})
+
+
+def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSummary]:
+    """Of each model, from healthy workers. A profile that needs other weights is another copy of it, named `model:profile`."""
+    reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
+    for seen in workers:
+        for name, (state, queued) in seen.models.items():
+            reports.get(name.partition(":")[0], []).append((seen.info, state, queued))
+    return [_summary(model, found) for model, found in reports.items()]
+
+
+def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSummary:
+    present = {state for _, state, _ in reports}
+    return ModelSummary(
+        model, next((state for state in STATES if state in present), "available"),
+        len({info.name for info, state, _ in reports if state == "loaded"}), sorted({info.gpu for info, _, _ in reports}),
+        sum(queued for _, _, queued in reports),
+    )  # fmt: skip
+
+
+class Status:
+    """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker last told."""
+
+    def __init__(
+        self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, peers: Peers, pools: Iterable[str],
+        nats_monitor_url: str | None,
+    ) -> None:  # fmt: skip
+        """Raises SettingError where Kubernetes is to be asked and this is no pod."""
+        self._settings = settings
+        self._broker = broker
+        self._feed = feed
+        self._fleet = fleet
+        self._peers = peers
+        self._pools = pools
+        self._nats_monitor_url = nats_monitor_url
+        self.sockets = Workers(settings)
+        self.dead_letters = 0
+        self.looking = 0  # websockets that are open
+        self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
+        self._worker_frames: dict[WorkerSocket, Frames] = {}
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`: ask how much work was given up."""
+        while not await stop.wait_for(DEAD_EVERY_S):
+            await self._count_dead_letters()
+
+    async def _count_dead_letters(self) -> None:
+        try:
+            states = [await self._broker.stream_state(_letters(pool)) for pool in sorted(self._pools)]
+        except BrokerError:
+            return  # it is away, which others report, or a new pool's stream is not made yet
+        self.dead_letters = sum(state.last_sequence for state in states)
+
+    def workers(self) -> list[Seen]:
+        """All workers that are known, healthy or not, by name or URL."""
+        if self._settings.gateway_health_mode == "ws":
+            return [of_socket(url, status) for url, status in self.sockets.statuses()]
+        return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self._fleet.workers()]
+
+    def view(self) -> tuple[list[Seen], ClusterInfo, list[ModelSummary]]:
+        """Workers, sums and models of now."""
+        workers = self.workers()
+        healthy = [seen for seen in workers if seen.info.healthy]
+        cluster = ClusterInfo(
+            len(healthy), sum(seen.info.gpu_count for seen in healthy),
+            len({model for seen in healthy for model in seen.info.loaded_models}), round(self._peers.qps(), 3),
+        )  # fmt: skip
+        return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
+
+    def health(self) -> dict[str, Any]:
+        """The body of `/health`."""
+        settings = self._settings
+        workers, cluster, models = self.view()
+        infos = [seen.info for seen in workers]
+        healthy = [info for info in infos if info.healthy]
+        found: dict[str, Any] = msgspec.to_builtins({
+            "status": "healthy" if healthy else "degraded", "type": "gateway", "version": sie_contracts.__version__,
+            "nats_url": _public(settings.nats_url), "nats_monitor_url": _public(self._nats_monitor_url),
+            "config_url": _public(settings.config_service_url), "configured_gpu_types": settings.gateway_configured_gpus or (),
+            "live_gpu_types": sorted({info.gpu for info in healthy}), "cluster": cluster, "workers": healthy,
+            "unhealthy_workers": [info for info in infos if not info.healthy], "models": models,
+        })  # fmt: skip
+        return found
+
+    def _cluster_frame(self) -> str:
+        workers, cluster, models = self.view()
+        return msgspec.json.encode({
+            "timestamp": time.time(), "version": sie_contracts.__version__, "cluster": cluster,
+            "workers": [seen.info for seen in workers], "models": models,
+        }).decode()  # fmt: skip
+
+    async def show(self, path: str, query: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a websocket to its end. Raises NotFound, NotReady, PermissionDenied, ResourceExhausted before it is accepted."""
+        if path not in (CLUSTER_PATH, WORKER_PATH):
+            raise NotFound("no such path")
+        check_origin(scope["headers"])
+        if self.looking >= MOST_SOCKETS:
+            raise ResourceExhausted(f"{MOST_SOCKETS} websockets are open, the limit of this gateway")
+        self.looking += 1
+        try:
+            if path == CLUSTER_PATH:
+                await self._cluster_frames.show(scope, receive, send)
+            else:
+                await self._show_worker(query, scope, receive, send)
+        finally:
+            self.looking -= 1
+
+    async def _show_worker(self, query: str, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.sockets.watched(self._asked_for(query)) as socket:
+            if not await socket.told(FIRST_FRAME_S):
+                raise NotReady("the worker does not answer")
+            # those who look at the same worker share its frames
+            frames = self._worker_frames.setdefault(socket, Frames(lambda: socket.frame, WORKER_EVERY_S))
+            try:
+                await frames.show(scope, receive, send)
+            finally:
+                if not frames.looking:
+                    self._worker_frames.pop(socket, None)
+
+    def _asked_for(self, query: str) -> str:
+        """The URL of the worker that a query names by its place, the first by default. Raises NotFound."""
+        urls = self.sockets.urls()
+        place = parse_qs(query).get("worker", ["0"])[0]
+        if not urls:
+            raise NotFound(f"this gateway has no worker of its own to show (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers")
+        if not place.isdecimal() or len(place) > 4 or int(place) >= len(urls):
+            raise NotFound(f"worker: expected a number from 0 to {len(urls) - 1}")
+        return urls[int(place)]
+
+
+def _letters(pool: str) -> str:
+    return topology.dead_letter_stream(pool, storage="file", replicas=1).name
+
+
+def _public(url: str | None) -> str | None:
+    return public_url(url) if url else None
+
+
+@functools.cache
+def console() -> bytes:
+    """The page at `/`, which needs nothing from elsewhere."""
+    return CONSOLE.read_bytes()

@@ -1,0 +1,290 @@
+"""Workers by their own status sockets: local diagnostics, never what work is routed by.
+
+    SIE_GATEWAY_WORKERS ───────────────────────┐
+    SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
+
+With SIE_GATEWAY_HEALTH_MODE=ws every worker is watched all the time, else only while somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import msgspec
+from websockets.asyncio.client import connect
+from websockets.exceptions import WebSocketException
+
+from sie_contracts.runtime.process import Stop, Trouble
+from sie_contracts.settings import Secret, SettingError, Settings, public_url
+
+RETRY_S = 1.0
+OPEN_S = 2.0
+MAX_FRAME_BYTES = 8 << 20
+WATCH_S = 60  # how long the API server keeps a watch open
+LEAST_PAUSE_S = 1.0  # between two lists of endpoints
+API = "https://kubernetes.default.svc"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its credentials
+_logger = logging.getLogger("sie.gateway.workers")
+
+
+class DeviceStatus(msgspec.Struct, frozen=True):
+    device: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    name: str
+    state: str
+    queue_depth: int = 0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """What the view needs of a frame of `/ws/status`."""
+
+    name: str
+    ready: bool = False
+    machine_profile: str = ""
+    pool_name: str = ""
+    gpu_count: int = 0
+    bundle: str = ""
+    bundle_config_hash: str = ""
+    loaded_models: list[str] = []
+    gpus: list[DeviceStatus] = []
+    models: list[ServedModel] = []
+
+
+_status = msgspec.json.Decoder(WorkerStatus)
+
+
+class _Connect(connect):
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        return exc  # elsewhere nobody is to see the token
+
+
+class WorkerSocket:
+    """The status socket of one worker. `frame` is the last one, None while it is not connected or has said nothing for `stale_s`."""
+
+    def __init__(self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.url = url
+        self._token = token
+        self._stale_s = stale_s
+        self._clock = clock
+        self._frame: str | None = None
+        self._heard_s = 0.0
+        self._first = asyncio.Event()
+        self._trouble = Trouble(_logger, f"{public_url(url)}/ws/status")
+        self.watchers = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def frame(self) -> str | None:
+        return self._frame if self._clock() - self._heard_s < self._stale_s else None
+
+    @property
+    def status(self) -> WorkerStatus | None:
+        """What the last frame says; None where there is none, or it is no status."""
+        frame = self.frame
+        if frame is None:
+            return None
+        try:
+            return _status.decode(frame)
+        except msgspec.DecodeError as error:
+            self._trouble.met(error)
+            return None
+
+    async def told(self, timeout_s: float) -> bool:
+        """Wait for a frame; false if none came in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._first.wait()
+        return self._first.is_set()
+
+    async def run(self) -> None:
+        """Read frames until cancelled, over any number of connections."""
+        headers = {"Authorization": f"Bearer {self._token.reveal()}"} if self._token is not None else {}
+        while True:
+            try:
+                async with _Connect(
+                    _socket_url(self.url), additional_headers=headers, open_timeout=OPEN_S, close_timeout=OPEN_S, max_size=MAX_FRAME_BYTES,
+                    max_queue=2, compression=None, proxy=None,
+                ) as socket:  # fmt: skip
+                    async for frame in socket:
+                        if isinstance(frame, str):
+                            self._frame, self._heard_s = frame, self._clock()
+                            self._first.set()
+                            self._trouble.passed()
+            except (OSError, WebSocketException) as error:  # a time-out is an OSError
+                self._trouble.met(error)
+            self._frame = None
+            self._first.clear()
+            await asyncio.sleep(RETRY_S)  # between attempts at a worker that is away
+
+
+def _socket_url(url: str) -> str:
+    """`http://host:port/prefix` as the address of its status socket."""
+    pieces = urlsplit(url if "//" in url else f"//{url}")
+    scheme = "wss" if pieces.scheme in ("https", "wss") else "ws"
+    return urlunsplit((scheme, pieces.netloc.rpartition("@")[2], f"{pieces.path.rstrip('/')}/ws/status", "", ""))
+
+
+class Workers:
+    """All status sockets of one gateway. Raises SettingError where Kubernetes is to be asked and this is no pod."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._static = tuple(settings.gateway_workers or ())
+        self._found: tuple[str, ...] = ()
+        self._endpoints = Endpoints(settings) if settings.gateway_kubernetes else None
+        self._sockets: dict[str, WorkerSocket] = {}
+        self._kept: dict[str, contextlib.AsyncExitStack] = {}  # those that are watched all the time
+        self._changed = asyncio.Event()
+
+    def urls(self) -> list[str]:
+        """Of the workers that may be looked at, in a steady order."""
+        return list(dict.fromkeys((*self._static, *self._found)))
+
+    def statuses(self) -> list[tuple[str, WorkerStatus | None]]:
+        """What each of them says; None for one that does not."""
+        return [(url, socket.status if (socket := self._sockets.get(url)) else None) for url in self.urls()]
+
+    @contextlib.asynccontextmanager
+    async def watched(self, url: str) -> AsyncIterator[WorkerSocket]:
+        """The socket of a worker, connected as long as anybody watches."""
+        socket = self._sockets.get(url)
+        if socket is None:
+            token = self._settings.config_read_token
+            socket = self._sockets[url] = WorkerSocket(url, token, self._settings.heartbeat_timeout_ms / 1000)
+            socket.task = asyncio.create_task(socket.run(), name=f"watch:{public_url(url)}")
+        socket.watchers += 1
+        try:
+            yield socket
+        finally:
+            socket.watchers -= 1
+            if not socket.watchers and socket.task is not None:
+                del self._sockets[url]
+                socket.task.cancel()
+                await asyncio.gather(socket.task, return_exceptions=True)
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`: follow the endpoints, and in mode ws watch every worker."""
+        following = asyncio.create_task(self._endpoints.run(self._on_found), name="endpoints") if self._endpoints else None
+        try:
+            while not stop.requested:
+                if self._settings.gateway_health_mode == "ws":
+                    await self._keep(self.urls())
+                await stop.wait_woken(self._changed)
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+            await self._keep(())
+
+    def _on_found(self, urls: tuple[str, ...]) -> None:
+        self._found = urls
+        self._changed.set()
+
+    async def _keep(self, urls: Iterable[str]) -> None:
+        for url in set(urls) - self._kept.keys():
+            self._kept[url] = contextlib.AsyncExitStack()
+            await self._kept[url].enter_async_context(self.watched(url))
+        gone = self._kept.keys() - set(urls)
+        await asyncio.gather(*(self._kept.pop(url).aclose() for url in gone))
+
+
+class _Conditions(msgspec.Struct, frozen=True):
+    terminating: bool | None = None
+
+
+class _Endpoint(msgspec.Struct, frozen=True):
+    addresses: list[str] | None = None
+    conditions: _Conditions = _Conditions()
+
+
+class _Slice(msgspec.Struct, frozen=True, rename="camel"):
+    address_type: str = "IPv4"
+    endpoints: list[_Endpoint] | None = None
+
+
+class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+
+
+class _Slices(msgspec.Struct, frozen=True):
+    items: list[_Slice]
+    metadata: _Metadata = _Metadata()
+
+
+_slices = msgspec.json.Decoder(_Slices)
+
+
+class Endpoints:
+    """The pods behind a service, by the API server's EndpointSlices (discovery.k8s.io/v1), unready ones included.
+
+    The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError where there is none.
+    """
+
+    def __init__(self, settings: Settings, *, api: str = API, account: Path = ACCOUNT) -> None:
+        self._namespace, self._service = settings.gateway_k8s_namespace, settings.gateway_k8s_service
+        self._port = settings.gateway_k8s_port
+        self._api = api
+        self._account = account
+        if not (account / "token").is_file():
+            raise SettingError("SIE_GATEWAY_KUBERNETES", f"no service account at {account}: this is no pod, or it has none")
+
+    async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
+        """List, then list again after whatever changes, until cancelled. What cannot be asked stays as it was."""
+        trouble = Trouble(_logger, f"the endpoints of {self._namespace}/{self._service}")
+        verify = ssl.create_default_context(cafile=str(self._account / "ca.crt")) if self._api.startswith("https:") else False
+        async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
+            while True:
+                try:
+                    found, version = await self._list(client)
+                    on_found(found)
+                    trouble.passed()
+                    await self._change(client, version)
+                except (httpx.HTTPError, msgspec.DecodeError, OSError) as error:
+                    trouble.met(error)
+                await asyncio.sleep(LEAST_PAUSE_S)  # however fast pods come and go
+
+    @property
+    def _path(self) -> str:
+        return f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices"
+
+    @property
+    def _selected(self) -> dict[str, str]:
+        return {"labelSelector": f"kubernetes.io/service-name={self._service}"}
+
+    def _headers(self) -> dict[str, str]:
+        # read each time: the kubelet renews it
+        return {"Authorization": f"Bearer {(self._account / 'token').read_text().strip()}", "Accept": "application/json"}
+
+    async def _list(self, client: httpx.AsyncClient) -> tuple[tuple[str, ...], str]:
+        """The URLs of the workers, and the version of that answer. Raises httpx.HTTPError, msgspec.DecodeError, OSError."""
+        answer = await client.get(self._path, params=self._selected, headers=self._headers())
+        answer.raise_for_status()
+        found = _slices.decode(answer.content)
+        addresses = {
+            f"[{endpoint.addresses[0]}]" if piece.address_type == "IPv6" else endpoint.addresses[0]
+            for piece in found.items
+            for endpoint in piece.endpoints or ()
+            if endpoint.addresses and not endpoint.conditions.terminating
+        }
+        return tuple(f"http://{address}:{self._port}" for address in sorted(addresses)), found.metadata.resource_version
+
+    async def _change(self, client: httpx.AsyncClient, version: str) -> None:
+        """Return when something changed since `version`, or when the API server ends the watch."""
+        params = {**self._selected, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
+        timeout = httpx.Timeout(5.0, read=WATCH_S + 10.0)
+        async with client.stream("GET", self._path, params=params, headers=self._headers(), timeout=timeout) as answer:
+            answer.raise_for_status()
+            async for _ in answer.aiter_bytes():
+                return

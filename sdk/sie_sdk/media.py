@@ -1,0 +1,97 @@
+"""Images, documents, audio and video as they travel: `{"data": bytes, "format"?: str}`, the bytes those of the file.
+
+The format is that of the content; where it cannot be told from the content, of the name; else none is sent and the server looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sie_sdk.errors import InvalidInputError
+
+_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})  # what PNG holds without loss; TIFF holds the others
+_MAGIC = (
+    (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\x00", "tiff"), (b"MM\x00*", "tiff"),
+    (b"%PDF-", "pdf"), (b"{\\rtf", "rtf"), (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "doc"), (b"fLaC", "flac"), (b"OggS", "ogg"),
+    (b"ID3", "mp3"), (b"\x1aE\xdf\xa3", "webm"),
+)  # fmt: skip
+_RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
+_OFFICE = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
+_SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "text": "txt"}
+
+
+def media(value: Any, path: str) -> Any:
+    """One file for the wire; a data URI is passed on as it is. `path` names it in errors. Raises InvalidInputError."""
+    if isinstance(value, Mapping):
+        found = media(value.get("data"), f"{path}.data")
+        given = {name: each for name, each in value.items() if name != "data" and each is not None}
+        return {**(found if isinstance(found, dict) else {"data": found}), **given}
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        return value
+    if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
+        raise _refused(path, "URLs are not fetched: give the bytes or a path")
+    data, name = _read(value, path)
+    kind = _format_of(data) or _suffix(name)
+    return {"data": data, "format": kind} if kind else {"data": data}
+
+
+def _read(value: Any, path: str) -> tuple[bytes, str]:
+    """The bytes of a file, and its name where it has one."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value), ""
+    try:
+        if isinstance(value, str | os.PathLike):
+            return Path(value).read_bytes(), os.fspath(value)
+        if callable(getattr(value, "read", None)):
+            data = value.read()
+            if not isinstance(data, bytes):
+                raise _refused(path, "the file is not open for reading bytes")
+            return data, str(getattr(value, "name", ""))
+        if callable(getattr(value, "save", None)) and hasattr(value, "mode"):
+            return _without_loss(value), ""
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"could not be read: {type(error).__name__}") from error
+    raise _refused(path, f"expected a path, bytes, an open file or an image of PIL, got {type(value).__name__}")
+
+
+def _without_loss(picture: Any) -> bytes:
+    written = io.BytesIO()
+    picture.save(written, format="PNG" if picture.mode in _PNG_MODES else "TIFF")
+    return written.getvalue()
+
+
+def _format_of(data: bytes) -> str:
+    """What the content says; empty where it does not, as with plain text."""
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12], "")
+    if data[:4] == b"PK\x03\x04":
+        return _format_of_archive(data)
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    if data[:256].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "html"
+    return next((kind for magic, kind in _MAGIC if data.startswith(magic)), "")
+
+
+def _format_of_archive(data: bytes) -> str:
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.namelist()
+        if "META-INF/manifest.xml" in names and "content.xml" in names:
+            return "odt"
+        return next((kind for folder, kind in _OFFICE.items() if any(name.startswith(folder) for name in names)), "")
+    return ""
+
+
+def _suffix(name: str) -> str:
+    suffix = Path(name).suffix[1:].lower()
+    return _SUFFIXES.get(suffix, suffix)
+
+
+def _refused(path: str, why: str) -> InvalidInputError:
+    return InvalidInputError(f"{path}: {why}", code="INVALID_INPUT", details={"param": path, "reason": "invalid_media"})

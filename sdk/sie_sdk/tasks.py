@@ -1,0 +1,125 @@
+"""Plans driven by tasks of asyncio: the HTTP, the waiting and the concurrency that they ask for, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias, TypeVar, cast
+
+import httpx
+
+from sie_sdk import transport
+from sie_sdk.core import Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
+from sie_sdk.progress import Meter
+
+T = TypeVar("T")
+Answer: TypeAlias = "Received | TransportFailed"
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait for it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Driver:
+    """One server, at `url`, for one event loop."""
+
+    def __init__(self, url: str, session: Session) -> None:
+        self.url = url
+        self._session = session
+        self._http = httpx.AsyncClient(limits=transport.limits(session))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def run(
+        self, plan: Plan[T], params: Mapping[str, Any] | None = None, total: int = 0,
+        send: Callable[[Send], Awaitable[Answer]] | None = None,
+    ) -> T:  # fmt: skip
+        """As in `threads`."""
+        with Meter(self._session.for_call(params or {})[0], total) as meter:
+            return await self._drive(plan, meter, send or self._send)
+
+    def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
+        """As in `threads`."""
+        running = asyncio.create_task(self._drive(plan, Meter(self._session), self._send), name="sie-sdk")
+
+        async def end(timeout_s: float) -> None:
+            running.cancel()
+            done, _ = await asyncio.wait([running], timeout=timeout_s)
+            for ended in done:
+                transport.log_of_background(None if ended.cancelled() else ended.exception())
+
+        return end
+
+    async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
+        reply: Any = None
+        while True:
+            try:
+                step = plan.send(reply)
+            except StopIteration as end:
+                return cast(T, end.value)
+            reply = None
+            if isinstance(step, Send):
+                reply = await send(step)
+            elif isinstance(step, Work):
+                reply = await asyncio.to_thread(step.function)
+            elif isinstance(step, Together):
+                reply = await self._together(step, meter, send)
+            else:
+                meter.tell(step)
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+
+    async def _together(self, step: Together, meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> list[Any]:
+        numbered, lock = enumerate(step.plans), asyncio.Lock()
+        results: dict[int, Any] = {}
+
+        async def work() -> None:
+            while True:
+                async with lock:
+                    taken = await asyncio.to_thread(next, numbered, None)
+                if taken is None:
+                    return
+                results[taken[0]] = await self._drive(taken[1], meter, send)
+
+        workers = [asyncio.create_task(work(), name="sie-sdk") for _ in range(step.concurrency)]
+        try:
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
+        finally:
+            await _end(*workers)
+        return [results[number] for number in range(len(results))]
+
+    async def _send(self, request: Send) -> Answer:
+        self._session.hedges.sent()
+        if request.hedge_after_s is None:
+            return await self._exchange(request)
+        copies = [asyncio.create_task(self._exchange(request), name="sie-sdk")]
+        try:
+            done, running = await asyncio.wait(copies, timeout=request.hedge_after_s)
+            if not done and self._session.hedges.take():
+                copies.append(asyncio.create_task(self._exchange(request), name="sie-sdk"))
+                running = set(copies)
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                if transport.is_good(transport.best(copy.result() for copy in done)):
+                    break
+            return transport.best(copy.result() for copy in done)
+        finally:
+            await _end(*copies)
+
+    async def _exchange(self, request: Send) -> Answer:
+        started_s = time.monotonic()
+        try:
+            response = await self._http.request(
+                request.method, self.url + request.path, headers=dict(request.headers), content=request.body or None,
+                timeout=transport.timeout(request),
+            )  # fmt: skip
+        except transport.FAILURES as error:
+            return transport.failed(error, started_s)
+        return transport.received(response, started_s)

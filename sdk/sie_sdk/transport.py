@@ -1,0 +1,81 @@
+"""What both shells know of HTTP and of the arguments of calls."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard, cast
+
+import httpx
+
+from sie_sdk.core import Received, Send, Session, TransportFailed
+from sie_sdk.types import Item
+
+CONNECT_S = 10.0
+CLOSE_S = 5.0  # what the end of a reservation waits, for a renewal that is under way and then for its own call
+_logger = logging.getLogger("sie_sdk")
+
+# httpx's own; what it lets through of a client that was closed, and of a URL or header that cannot be written
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
+_NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
+
+
+class Ended(Exception):
+    """A plan was given up, because what it is a part of has ended."""
+
+
+def limits(session: Session) -> httpx.Limits:
+    """Connections are bounded by what is sent at a time, not here."""
+    return httpx.Limits(max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0)
+
+
+def timeout(request: Send) -> httpx.Timeout:
+    return httpx.Timeout(request.within_s, connect=min(CONNECT_S, request.within_s))
+
+
+def received(response: httpx.Response, started_s: float) -> Received:
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Received(response.status_code, headers, response.content, time.monotonic() - started_s)
+
+
+def failed(error: Exception, started_s: float) -> TransportFailed:
+    """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting."""
+    return TransportFailed(error, time.monotonic() - started_s, isinstance(error, _NEVER_SENT) or is_unknown_host(error))
+
+
+def is_unknown_host(error: BaseException) -> bool:
+    """Whether the resolver said that there is no such name, rather than that it could not tell now."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return cause.errno != socket.EAI_AGAIN
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def is_good(answer: Received | TransportFailed) -> bool:
+    """Whether the other copy of a request need not be waited for."""
+    return isinstance(answer, Received) and answer.status == 200
+
+
+def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
+    """A good one if there is one."""
+    return max(answers, key=is_good)
+
+
+def log_of_background(error: BaseException | None) -> None:
+    """A plan in the background that did not end because it was told to."""
+    if error is not None and not isinstance(error, Ended):
+        _logger.error("what ran in the background has ended", exc_info=error)
+
+
+def is_single(items: Item | str | Sequence[Item | str]) -> TypeGuard[Item | str]:
+    return isinstance(items, Mapping | str)
+
+
+def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
+    """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what was expected."""
+    is_list = isinstance(items, Iterable) and not isinstance(items, Mapping | str | bytes | bytearray)
+    return list(cast("Sequence[Item | str]", items)) if is_list else [cast("Item | str", items)]

@@ -1,0 +1,249 @@
+"""The images: what hadolint says of them, what they promise to the chart, and that what they install is enough and not too much."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from helm import CHART, containers, rendered
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from sie_cli import main as cli
+from sie_contracts.settings import BY_NAME
+
+ROOT = Path(__file__).parents[2]
+IMAGES = {path.name.removesuffix(".Dockerfile"): path for path in sorted((ROOT / "docker").glob("*.Dockerfile"))}
+SLIM = ("gateway", "config", "sidecar")
+PROCESSES = {
+    "gateway": "sie_gateway.process", "config": "sie_config.process", "sidecar": "sie_sidecar.process", "adapter": "sie_adapter.process",
+}  # fmt: skip
+MOST_BYTES = {"gateway": 150_000_000, "config": 150_000_000, "sidecar": 170_000_000}
+OWN = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli", "catalog")
+_LEFT_OUT = re.compile(r"/numpy/.*\btests/")
+
+
+def instructions(image: str) -> list[tuple[str, str]]:
+    """Of a Dockerfile: keyword and the rest, continued lines joined, comments left out."""
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", IMAGES[image].read_text()))
+    return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())]
+
+
+def last_stage(image: str) -> list[tuple[str, str]]:
+    found = instructions(image)
+    return found[max(number for number, (word, _) in enumerate(found) if word == "FROM") :]
+
+
+def test_there_is_one_for_each_that_the_chart_names() -> None:
+    named = {each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("everything.yaml"))} - {"nats"}
+    named |= {each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("values-gke.yaml"))} - {"nats"}
+    assert named == {f"sie-{image}" for image in IMAGES}
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, "--no-color", *IMAGES.values()], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> None:
+    """P9: the process itself is the first one, with no shell before it that would keep signals."""
+    found = last_stage(image)
+    words = [word for word, _ in found]
+    told = dict(found)
+    (security,) = {json.dumps(spec["securityContext"]["runAsUser"]) for _, spec, _ in containers(rendered("everything.yaml"))}
+    assert told["USER"] == security
+    assert words.index("USER") < words.index("ENTRYPOINT")
+    assert json.loads(told["ENTRYPOINT"]) == ["sie", image.partition("-")[0]]
+    assert "CMD" not in words
+    command = json.loads(told["HEALTHCHECK"].partition("CMD ")[2])
+    assert command[:2] == ["python", "-ISc"]
+    compile(command[2], image, "exec")
+    assert "ADD" not in words
+
+
+def test_health_checks_ask_what_processes_answer() -> None:
+    """The same ports and paths as the probes of the chart."""
+    ports = {each["name"]: each.get("ports", ()) for _, _, each in containers(rendered("values.yaml"))}
+    for image, container, port in (("gateway", "gateway", 9090), ("config", "config", 8081), ("sidecar", "worker-sidecar", 9095)):
+        check = dict(last_stage(image))["HEALTHCHECK"]
+        assert "/healthz" in check
+        assert str(port) in check
+        assert port in {each["containerPort"] for each in ports[container]}
+
+
+def test_compose_builds_and_scrapes_what_there_is() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    built = {name: each for name, each in services.items() if "build" in each}
+    assert built.keys() == {"gateway", "config", "sidecar", "adapter"}
+    for name, each in built.items():
+        assert (ROOT / each["build"]["dockerfile"]).is_file()
+        assert each["read_only"] is True
+        assert "/tmp" in each["tmpfs"]
+        for variable in each.get("environment", {}):
+            assert variable in BY_NAME, f"{name}: {variable}"
+        cli.main.commands[name].make_context(name, list(each.get("command", ())), resilient_parsing=False)
+    (mounted,) = [volume.partition(":")[0] for volume in services["prometheus"]["volumes"] if volume.startswith("./")]
+    scraped = yaml.safe_load((ROOT / mounted).read_text())["scrape_configs"]
+    targets = {target for job in scraped for config in job["static_configs"] for target in config["targets"]}
+    assert targets == {"gateway:9090", "config:8081", "sidecar:9095"}
+    assert services["nats"]["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["nats"]["image"]
+
+
+def installed(image: str) -> list[str]:
+    """The requirements of its install steps."""
+    steps = " && ".join(rest for word, rest in instructions(image) if word == "RUN")
+    commands = [part.split() for part in steps.split("&&") if re.search(r"\bpip\b.* install ", part)]
+    options = ("-", "$", '"', "constraints")
+    words = [word for words in commands for word in words[words.index("install") + 1 :]]
+    return [word.strip("'") for word in words if not word.startswith(options)]
+
+
+def test_the_install_steps_name_extras_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for image in IMAGES:
+        (own,) = [word for word in installed(image) if word.startswith(".")]
+        extras = set(own[2:-1].split(","))
+        assert extras <= project["optional-dependencies"].keys()
+        assert "cli" in extras
+        pinned = [word for word in installed(image) if not word.startswith(".")]
+        assert all("==" in word for word in pinned)
+    torch = next(each for each in project["optional-dependencies"]["adapter"] if each.startswith("torch"))
+    assert all(torch in installed(image) for image in ("adapter-cpu", "adapter-cuda"))
+    assert any(word.startswith("flash-attn==") for word in installed("adapter-cuda"))
+
+
+def needs(name: str, extras: set[str]) -> list[Requirement]:
+    """What a distribution with these extras requires; of ours, what pyproject.toml says today. Empty for one that is not installed here."""
+    if name == "sie-cluster":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        parts = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+        return [Requirement(text) for part in parts for text in part]
+    try:
+        found = [Requirement(text) for text in importlib.metadata.distribution(name).requires or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [need for need in found if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras})]
+
+
+@functools.cache
+def closure(image: str) -> frozenset[str]:
+    """Names of all distributions that an image gets, ours left out."""
+    extras: dict[str, set[str]] = {}
+    due = [Requirement("sie-cluster" + word[1:] if word.startswith(".") else word) for word in installed(image)]
+    while due:
+        wanted = due.pop()
+        name = canonicalize_name(wanted.name)
+        if name not in extras or wanted.extras - extras[name]:
+            extras.setdefault(name, set()).update(wanted.extras)
+            due += needs(name, extras[name])
+    return frozenset(extras) - {"sie-cluster"}
+
+
+def files_of(name: str) -> list[Path]:
+    found = importlib.metadata.distribution(name).files or ()
+    return [path for path in (Path(str(each.locate())) for each in found) if path.is_file()]
+
+
+@pytest.mark.parametrize("image", SLIM)
+def test_the_small_images_are_small_and_without_torch(image: str) -> None:
+    names = closure(image)
+    assert not names & {"torch", "transformers", "gliner"}
+    files = [path for name in names for path in files_of(name) if not _LEFT_OUT.search(path.as_posix())]
+    files += [path for folder in OWN for path in (ROOT / folder).rglob("*") if path.is_file()]
+    assert 100_000_000 < sum(path.stat().st_size for path in files) < MOST_BYTES[image]
+
+
+_BLOCKED = """
+import importlib.metadata, sys
+from packaging.utils import canonicalize_name
+allowed, argv, module = set(sys.argv[1].split(",")), sys.argv[2].split(), sys.argv[3]
+owners = importlib.metadata.packages_distributions()
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("numpy.") and ".tests" in name:
+            raise ModuleNotFoundError(f"{name} is removed", name=name)
+        found = owners.get(name.partition(".")[0])
+        if found and not allowed & {canonicalize_name(each) for each in found}:
+            raise ModuleNotFoundError(f"No module named {name!r} in this image", name=name)
+for name in [name for name in sys.modules if name.partition(".")[0] == "packaging"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Absent())
+import importlib
+from sie_cli.main import main
+importlib.import_module(module)
+try:
+    main(argv)
+except SystemExit as end:
+    sys.exit(end.code)
+"""
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_an_image_installs_is_enough_for_its_process(image: str) -> None:
+    """The process is imported and its command asked for help, with everything else out of reach."""
+    component = image.partition("-")[0]
+    argv = [sys.executable, "-c", _BLOCKED, ",".join({*closure(image), "sie-cluster"}), f"{component} --help", PROCESSES[component]]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"Usage: {component}" in done.stdout or f" {component} [OPTIONS]" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("image", [*SLIM, "adapter-cpu"])
+def test_the_install_steps_work_in_an_empty_environment(image: str, tmp_path: Path) -> None:
+    """Those of the Dockerfile, with another folder: then the command runs, and the small ones are small and without torch."""
+    steps = next(rest for word, rest in instructions(image) if word == "RUN" and " install " in rest)
+    opt = tmp_path / "sie"
+    script = re.sub(r"&& pip\b", f"&& {sys.executable} -m pip", steps.replace("/opt/sie", str(opt)))
+    script = script.replace("python -m venv", f"{sys.executable} -m venv")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    environ |= {name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name.lower()}
+    done = subprocess.run(["bash", "-ec", script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr
+    told = subprocess.run([opt / "bin" / "sie", image.partition("-")[0], "--help"], env=environ, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(opt), "platbase": str(opt)}))
+    names = {path.name for path in site.iterdir()}
+    assert {"sie_contracts", "sie_cli"} <= names
+    assert (site / "sie_contracts" / "catalog" / "bundles" / "default.yaml").is_file()
+    if image not in SLIM:
+        assert {"torch", "transformers", "gliner", "gliclass"} <= names
+        return
+    assert not names & {"torch", "transformers", "pip", "setuptools"}
+    assert sum(path.stat().st_size for path in opt.rglob("*") if path.is_file() and not path.is_symlink()) < MOST_BYTES[image]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_the_cuda_image_installs_can_be_had_together(tmp_path: Path) -> None:
+    """pip resolves all of it under our constraints; flash-attn, which is compiled there, wants nothing that is not among it."""
+    compiled = next(word for word in installed("adapter-cuda") if word.startswith("flash-attn=="))
+    others = [word for word in installed("adapter-cuda") if word != compiled]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    resolve = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(tmp_path / "report")]
+    done = subprocess.run([*resolve, "--constraint", "constraints.txt", *others], cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report").read_text())
+    found = {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in report["install"]}
+    assert found["torch"].partition("+")[0] == "2.13.0"
+    environ = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+    fetch = [*pip, "install", "--dry-run", "--ignore-installed", "--no-deps", "--no-build-isolation", "--quiet", "--report", "-", compiled]
+    done = subprocess.run(fetch, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (flash,) = json.loads(done.stdout)["install"]
+    needed = [Requirement(text) for text in flash["metadata"].get("requires_dist", ())]
+    for need in needed:
+        assert need.marker is not None or found[canonicalize_name(need.name)] in need.specifier

@@ -1,0 +1,374 @@
+"""The broker with the rendered configuration: the processes do their work as its users, and each is refused what is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from helm import CHOSEN, container, objects, of_kind, rendered, template, variables
+from inprocess import settings_of, until
+from nats_server import NatsServer, binary
+
+from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL, free_port
+from sie_config.process import run as run_config
+from sie_contracts import topology
+from sie_contracts.broker import Broker, BrokerError, CoreMessage, Write
+from sie_contracts.broker.nats import connect
+from sie_contracts.runtime import keys as records
+from sie_contracts.runtime.feed import config_source
+from sie_contracts.runtime.process import Stop
+from sie_gateway.process import serve as serve_gateway
+from sie_sidecar.process import serve as serve_sidecar
+
+# Values that a server would take for something else if they stood there bare.
+PASSWORDS = {"gateway": "1e10", "config": "true", "worker": "007", "operator": "p-w_d", "route": "12h"}
+# of a family that the packaged bundle serves
+ENTRY = toy_entry(family="text-encoder", run={"pooling": "mean"})
+
+
+def environ_of(found: Any, number: int = 0) -> dict[str, str]:
+    """Of the server's container as a kubelet makes it: secrets looked up, $(NAME) replaced by what stands before."""
+    told: dict[str, str] = {}
+    for each in container(found, "sie-nats", "nats")["env"]:
+        if "value" in each:
+            told[each["name"]] = re.sub(r"\$\((\w+)\)", lambda match: told[match[1]], each["value"])
+        elif "fieldRef" in each["valueFrom"]:
+            told[each["name"]] = f"sie-nats-{number}"
+        else:
+            told[each["name"]] = PASSWORDS[each["valueFrom"]["secretKeyRef"]["key"].removeprefix("nats-")]
+    return told
+
+
+def config_of(found: Any, folder: Path, changes: Mapping[str, str] | None = None) -> Path:
+    """The rendered files in a folder, with paths as they can be here, and with other changes."""
+    data = of_kind("ConfigMap", found)["sie-nats"]["data"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "users.conf").write_text(data["users.conf"])
+    text = data["nats.conf"].replace("/data", str(folder / "data")).replace("/tmp/", f"{folder}/")
+    for before, after in (changes or {}).items():
+        assert before in text
+        text = text.replace(before, after)
+    (folder / "nats.conf").write_text(text)
+    return folder / "nats.conf"
+
+
+@pytest.mark.parametrize("file", ["values-kind.yaml", "values-gke.yaml", "values-ha.yaml", "everything.yaml"])
+def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
+    found = rendered(file)
+    config = config_of(found, tmp_path)
+    done = subprocess.run([binary(), "-t", "-c", str(config)], env=environ_of(found), capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_written_is_on_the_disk_as_fast_as_with_serve() -> None:
+    text = of_kind("ConfigMap", objects(template(values=CHOSEN)))["sie-nats"]["data"]["nats.conf"]
+    assert f'sync_interval: "{SYNC_INTERVAL}"' in text
+    assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
+    ha = of_kind("ConfigMap", rendered("values-ha.yaml"))["sie-nats"]["data"]["nats.conf"]
+    assert 'sync_interval: "always"' in ha
+    store = of_kind("StatefulSet", rendered("values-ha.yaml"))["sie-nats"]["spec"]
+    assert (store["replicas"], store["podManagementPolicy"]) == (3, "Parallel")
+    environ = variables(container(rendered("values-ha.yaml"), "sie-gateway", "gateway"))
+    assert (environ["SIE_STREAM_STORAGE"], environ["SIE_STREAM_REPLICAS"]) == ("file", "3")
+
+
+@pytest.mark.parametrize("file", ["values-kind.yaml", "values-ha.yaml"])
+def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
+    def binary_bytes(text: str) -> int:
+        return int(text[:-2]) << {"Mi": 20, "Gi": 30}[text[-2:]]
+
+    found = rendered(file)
+    text = of_kind("ConfigMap", found)["sie-nats"]["data"]["nats.conf"]
+    most = {name: binary_bytes(size) for name, size in re.findall(r"(max_\w+_store): (\w+)B", text)}
+    (claim,) = of_kind("StatefulSet", found)["sie-nats"]["spec"]["volumeClaimTemplates"]
+    assert most["max_file_store"] < binary_bytes(claim["spec"]["resources"]["requests"]["storage"])
+    memory = container(found, "sie-nats", "nats")["resources"]["limits"]["memory"]
+    assert most["max_memory_store"] < binary_bytes(memory)
+    # what gateways reserve of it at once: the work stream, its dead letters, buckets
+    assert most["max_file_store"] > settings_of().queue_max_bytes * 5 // 4
+
+
+def test_a_changed_configuration_replaces_the_pods() -> None:
+    """P17"""
+
+    def checksum(values: dict[str, Any]) -> str:
+        found = objects(template(values={**CHOSEN, **values}))
+        return str(of_kind("StatefulSet", found)["sie-nats"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"])
+
+    assert checksum({"nats": {"maxPayloadBytes": 1 << 20}}) != checksum({}) == checksum({"pool": "other"})
+
+
+async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Path) -> None:
+    """Routes have a user of their own, and the variables that a kubelet makes are what the server takes them for."""
+    found = rendered("values-ha.yaml")
+    ports = [[free_port() for _ in range(3)] for _ in range(3)]  # of each server: clients, monitor, routes
+    servers = []
+    try:
+        for number, (client, monitor, route) in enumerate(ports):
+            changes = {f"0.0.0.0:{port}": f"127.0.0.1:{here}" for port, here in ((4222, client), (8222, monitor), (6222, route))}
+            config = config_of(found, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'})
+            environ = environ_of(found, number)
+            for peer, (_, _, at) in enumerate(ports):
+                host = f"sie-nats-{peer}.sie-nats-servers:6222"
+                assert host in environ[f"ROUTE_{peer}"]
+                environ[f"ROUTE_{peer}"] = environ[f"ROUTE_{peer}"].replace(host, f"127.0.0.1:{at}")
+            argv = (binary(), "-c", str(config))
+            servers.append(await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL))
+        url = ",".join(f"nats://config:{PASSWORDS['config']}@127.0.0.1:{client}" for client, _, _ in ports)
+        broker = await connect(url, name="test-config", timeout_s=10)
+        try:
+            end_s = time.monotonic() + 30
+            while True:
+                try:
+                    bucket = await broker.key_value(topology.CATALOGUE_BUCKET, replicas=3)
+                    break
+                except BrokerError:  # until they have a leader
+                    assert time.monotonic() < end_s
+                    await asyncio.sleep(0.1)
+            await bucket.write([Write("one", b"1")])
+            async with httpx.AsyncClient(trust_env=False) as client:
+                names = {(await client.get(f"http://127.0.0.1:{monitor}/varz")).json()["server_name"] for _, monitor, _ in ports}
+                meta = (await client.get(f"http://127.0.0.1:{ports[0][1]}/jsz")).json()["meta_cluster"]
+            assert names == {"sie-nats-0", "sie-nats-1", "sie-nats-2"}
+            assert meta["cluster_size"] == 3
+        finally:
+            await broker.close()
+    finally:
+        for server in servers:
+            server.kill()
+        await asyncio.wait_for(asyncio.gather(*(server.wait() for server in servers)), 10)
+
+
+# users
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    folder = tmp_path_factory.mktemp("broker")
+    found = rendered("values-kind.yaml")
+    (folder / "users.conf").write_text(of_kind("ConfigMap", found)["sie-nats"]["data"]["users.conf"])
+    running = NatsServer(folder, max_payload=MAX_PAYLOAD_BYTES, extra='include "users.conf"')
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ_of(found).items():
+            patch.setenv(name, value)
+        running.start()
+    yield running
+    running.kill()
+
+
+def url_of(server: NatsServer, user: str) -> str:
+    return server.url.replace("//", f"//{user}:{PASSWORDS[user]}@")
+
+
+@contextlib.asynccontextmanager
+async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
+    broker = await connect(url_of(server, user), name=f"test-{user}", timeout_s=5)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+def violations(server: NatsServer) -> list[str]:
+    return [line for line in server.log if "Violation" in line]
+
+
+@pytest.mark.parametrize(
+    "url", ["nats://127.0.0.1", "nats://gateway:wrong@127.0.0.1", "nats://route:12h@127.0.0.1", "nats://stranger@127.0.0.1"]
+)
+async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
+    with pytest.raises(BrokerError):
+        await connect(f"{url}:{server.port}", name="stranger", timeout_s=0.3)
+
+
+async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer, tmp_path: Path) -> None:
+    """X3: catalogue, deltas, work, results, placement, demand, reservations, keys; the server refuses nothing of it."""
+    before = len(violations(server))
+    tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "admin"}
+    shared = {"SIE_MACHINE_PROFILE": "cpu", "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4", "SIE_QUEUE_MAX_BYTES": str(1 << 24), **tokens}
+    stops, tasks = [Stop() for _ in range(3)], []
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "toy.yaml").write_bytes(msgspec.yaml.encode(msgspec.to_builtins(ENTRY)))
+    adapter = await FakeAdapter(tmp_path / "a.sock").start()
+    async with contextlib.AsyncExitStack() as stack:
+        brokers = {user: await stack.enter_async_context(connected(server, user)) for user in ("gateway", "worker")}
+        keys = await records.open_bucket(await stack.enter_async_context(connected(server, "operator")), 1)
+        key, token = records.create("first", ("infer", "read", "pools"), now_s=time.time())
+        await keys.write([Write(key.id, records.encode(key), 0)])
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        config = settings_of(SIE_NATS_URL=url_of(server, "config"), SIE_MODELS_DIR=str(folder), SIE_MODEL_FILTER="toy/one", **tokens)
+        tasks.append(asyncio.create_task(run_config(config, stops[0], host="127.0.0.1", port=0, on_listening=listening.set_result)))
+        url = f"http://127.0.0.1:{await listening}"
+        side = free_port(2)
+        gateway = settings_of(**shared, SIE_GATEWAY_METRICS_PORT=str(side), SIE_AUTH_MODE="token")
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        source = config_source(url, gateway.config_read_token)
+        serving = serve_gateway(gateway, brokers["gateway"], source, stops[1], host="127.0.0.1", port=0, on_listening=ready.set_result)
+        tasks.append(asyncio.create_task(serving))
+        port = await asyncio.wait_for(ready, 20)
+        own = {
+            "SIE_IPC_SOCKET_PATH": adapter.path, "SIE_WORKER_METRICS_PORT": str(side + 1), "SIE_WORKER_ID": "w0",
+            "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}", "SIE_CONFIG_READ_TOKEN": "reader", "SIE_MACHINE_PROFILE": "cpu",
+        }  # fmt: skip
+        sidecar = settings_of(**own)
+        reading = config_source(url, sidecar.config_read_token)
+        tasks.append(asyncio.create_task(serve_sidecar(sidecar, brokers["worker"], reading, stops[2], host="127.0.0.1")))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20))
+        plain = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
+        bearer = {"Authorization": f"Bearer {token}"}
+
+        async def ask(model: str = "toy/one", **headers: str) -> int:
+            answer = await client.post(f"/v1/encode/{model}", json={"items": ["x"]}, headers={**bearer, **headers})
+            return answer.status_code
+
+        async def eventually(check: Callable[[], Awaitable[bool]], what: str) -> None:
+            end_s = time.monotonic() + 30
+            while not await check():
+                for task in tasks:
+                    assert not task.done(), f"{what}: a process ended with {task.exception()!r}\n" + "\n".join(violations(server))
+                assert time.monotonic() < end_s, f"not within 30 s: {what}\n" + "\n".join(violations(server))
+                await asyncio.sleep(0.05)
+
+        try:
+            async def worker_is_ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return (await plain.get(f"http://127.0.0.1:{side + 1}/readyz")).status_code == 200
+                return False
+
+            async def answered() -> bool:
+                return await ask() == 200
+
+            await eventually(worker_is_ready, "the worker is ready")
+            await eventually(answered, "an answer")
+            assert await ask(**{"X-SIE-Machine-Profile": "l4", "X-SIE-Timeout-Ms": "300"}) == 503
+
+            async def demanded() -> bool:
+                return (await plain.get(f"http://127.0.0.1:{side}/v1/scaling/_default.l4.default")).json()["demand"] == 1
+
+            await eventually(demanded, "a record of demand")
+            made = await client.post("/v1/pools", json={"name": "team", "gpus": {"cpu": 1}}, headers=bearer)
+            assert made.status_code == 201
+
+            async def served_from_the_reservation() -> bool:
+                return await ask(**{"X-SIE-Pool": "team"}) == 200
+
+            await eventually(served_from_the_reservation, "an answer from the reservation")
+            assert (await client.delete("/v1/pools/team", headers=bearer)).status_code < 300
+            epoch = (await plain.get(f"{url}/v1/configs/epoch", headers={"Authorization": "Bearer reader"})).json()
+            document = msgspec.json.encode(msgspec.to_builtins(msgspec.structs.replace(ENTRY, id="toy/two")))
+            headers = {"Authorization": "Bearer admin", "Content-Type": "application/json", "Idempotency-Key": "one"}
+            written = await plain.post(f"{url}/v1/configs/models", content=document, headers=headers)
+            assert written.status_code == 201, written.text
+            assert (await plain.get(f"{url}/v1/configs/epoch", headers={"Authorization": "Bearer reader"})).json() != epoch
+
+            async def known() -> bool:
+                return await ask("toy/two") == 200
+
+            await eventually(known, "the delta")
+            letter = await brokers["worker"].publish(topology.dead_letter_subject("_default"), b"{}", "letter")
+            assert letter.sequence == 1
+            await keys.write([Write(key.id, None)])
+
+            async def refused() -> bool:
+                return await ask() == 401
+
+            await eventually(refused, "the end of the key")
+        finally:
+            for stop in (stops[2], stops[1], stops[0]):
+                stop.request()
+            statuses = await asyncio.gather(*tasks, return_exceptions=True)
+            await adapter.stop()
+        assert statuses == [0, 0, 0]
+    assert violations(server)[before:] == []
+
+
+LANE = topology.Lane("_default", "cpu", "default")
+OWN = {
+    "gateway": (
+        topology.work_subject(LANE, "interactive", "org/model-1.5"), topology.slot_subject(LANE, "bulk", "org/model-1.5"),
+        topology.cancel_subject("_default"), topology.gateway_subject("g.1"), topology.assigned_subject("sie-worker-cpu-7d9f-x2"),
+    ),
+    "config": (topology.config_subject("default"),),
+    "worker": (topology.health_subject("sie-worker-cpu-7d9f-x2"), topology.dead_letter_subject("_default"), "sie.result.0123abcd.r1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("user", OWN)
+async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: str) -> None:
+    """Also what is rarely said: that a request was cancelled, that a worker may have another pool, that work was given up."""
+    heard: set[str] = set()
+
+    async def hear(message: CoreMessage) -> None:
+        heard.add(message.subject)
+
+    async with connected(server, "operator") as operator, connected(server, user) as broker:
+        await operator.subscribe("sie.>", hear)
+        for subject in OWN[user]:
+            await broker.send(subject, b"")
+        await until(lambda: heard >= set(OWN[user]), "all of it heard")
+
+
+FORBIDDEN_TO_PUBLISH = {
+    "gateway": (
+        "sie.config.models.default", "sie.health.w0", "sie.dead._default", "sie.result.a.b", "$KV.sie_catalogue.x", "$KV.sie_keys.x",
+        "$KV.sie_poison.x", "$JS.API.STREAM.DELETE.KV_sie_catalogue", "$JS.API.STREAM.DELETE.KV_sie_keys",
+        "$JS.API.STREAM.PURGE.WORK__default",
+        "$JS.API.CONSUMER.MSG.NEXT.WORK__default.c", "$JS.ACK.WORK__default.c.1.1.1.1.0",
+    ),
+    "config": (
+        "sie.work._default.cpu.default.interactive.m", "sie.health.w0", "sie.gateway.g", "sie.result.a.b", "sie.cancel._default",
+        "$KV.sie_keys.x", "$KV.sie_placement.x", "$JS.API.STREAM.INFO.WORK__default", "$JS.API.STREAM.DELETE.KV_sie_catalogue",
+        "$JS.API.STREAM.DELETE.KV_sie_keys", "$JS.API.STREAM.UPDATE.KV_sie_keys", "$JS.API.CONSUMER.CREATE.WORK__default.c",
+    ),
+    "worker": (
+        "sie.work._default.cpu.default.interactive.m", "sie.config.models.default", "sie.gateway.g", "sie.assigned.w1",
+        "sie.cancel._default", "$KV.sie_catalogue.x", "$KV.sie_keys.x", "$KV.sie_placement.x", "$KV.sie_demand.x",
+        "$JS.API.STREAM.CREATE.WORK_mine", "$JS.API.STREAM.DELETE.WORK__default",
+        "$JS.API.STREAM.MSG.GET.KV_sie_keys", "$JS.API.STREAM.MSG.GET.WORK__default",
+        "$JS.API.STREAM.INFO.KV_sie_keys", "$JS.API.CONSUMER.CREATE.KV_sie_keys.c", "$JS.API.CONSUMER.MSG.NEXT.KV_sie_keys.c",
+        "$JS.API.CONSUMER.CREATE.WORK__default.c.f",
+    ),
+}  # fmt: skip
+FORBIDDEN_TO_HEAR = {
+    "gateway": ("sie.work.>", "sie.dead.>", "sie.>", ">", "$KV.>", "$JS.API.>"),
+    "config": ("sie.work.>", "sie.result.>", "sie.cancel.*", ">", "$KV.>"),
+    "worker": ("sie.work.>", "sie.result.>", "sie.gateway.*", "sie.health.*", ">", "$KV.>", "sie.dead.>"),
+}
+
+
+@pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
+async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer, user: str) -> None:
+    """X3: by the broker, which says so; what was published reaches nobody."""
+    heard: list[str] = []
+
+    async def hear(message: CoreMessage) -> None:
+        heard.append(message.subject)
+
+    before = len(violations(server))
+    async with connected(server, "operator") as operator, connected(server, user) as broker:
+        await operator.subscribe("sie.>", hear)
+        await operator.subscribe("$KV.>", hear)
+        for subject in FORBIDDEN_TO_PUBLISH[user]:
+            await broker.send(subject, b"forged")
+        for subject in FORBIDDEN_TO_HEAR[user]:
+            with contextlib.suppress(BrokerError):
+                await broker.subscribe(subject, hear)
+        count = len(FORBIDDEN_TO_PUBLISH[user]) + len(FORBIDDEN_TO_HEAR[user])
+        await until(lambda: len(violations(server)) - before >= count, f"{count} refusals")
+        told = "\n".join(violations(server)[before:])
+        for subject in (*FORBIDDEN_TO_PUBLISH[user], *FORBIDDEN_TO_HEAR[user]):
+            assert f'"{subject}"' in told
+        await operator.send("sie.test", b"")
+        await until(lambda: "sie.test" in heard, "what the operator says")
+    assert set(heard) == {"sie.test"}

@@ -1,0 +1,119 @@
+"""Who may connect to whom: nothing that is not named, and all that the processes need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helm import CHOSEN, FILES, objects, of_kind, rendered, template, workloads
+
+Objects = tuple[dict[str, Any], ...] | list[dict[str, Any]]
+
+
+def matches(peer: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Of a pod of this namespace."""
+    return peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items()
+
+
+def allowed(found: Objects, source: str, target: str, port: int) -> bool:
+    """Whether some policy of the source lets it out and some policy of the target lets it in."""
+    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(found).items()}
+
+    def passes(own: str, other: str, direction: str, key: str) -> bool:
+        policies = [each["spec"] for each in of_kind("NetworkPolicy", found).values() if matches(each["spec"], labels[own])]
+        assert any(direction.capitalize() in policy["policyTypes"] for policy in policies), f"{own} is open"
+        return any(
+            any(each["port"] == port for each in rule.get("ports", ()))
+            and (key not in rule or any(matches(peer, labels[other]) for peer in rule[key]))
+            for policy in policies
+            for rule in policy.get(direction, ())
+        )
+
+    return passes(source, target, "egress", "to") and passes(target, source, "ingress", "from")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
+    """X13"""
+    found = rendered(file)
+    kinds = {name: "worker" if name.startswith("sie-worker") else name.removeprefix("sie-") for name in workloads(found)}
+    needed = {
+        ("gateway", "nats", 4222), ("gateway", "config", 8081), ("config", "nats", 4222), ("worker", "nats", 4222),
+        ("worker", "config", 8081), ("worker", "gateway", 8080), ("nats", "nats", 6222),
+    }  # fmt: skip
+    if file == "everything.yaml":
+        needed.add(("gateway", "worker", 9095))  # by gateway.workerDiscovery
+    ports = (8080, 8081, 9090, 9095, 4222, 6222, 8222)
+    pairs = [(source, target, port) for source in kinds for target in kinds for port in ports]
+    assert {(kinds[source], kinds[target], port) for source, target, port in pairs if allowed(found, source, target, port)} == needed
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_pod_of_the_release_is_left_open(file: str) -> None:
+    found = rendered(file)
+    closed = of_kind("NetworkPolicy", found)["sie"]["spec"]
+    assert closed["policyTypes"] == ["Ingress", "Egress"]
+    assert closed["egress"] == [{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}]
+    assert "ingress" not in closed
+    assert all(matches(closed, each["spec"]["template"]["metadata"]["labels"]) for each in workloads(found).values())
+
+
+def test_outside_is_reached_for_buckets_and_the_hub_alone() -> None:
+    def outside(values: dict[str, Any]) -> dict[str, set[int]]:
+        found = objects(template(values={**CHOSEN, **values}))
+        policies = of_kind("NetworkPolicy", found)
+        return {
+            name: {port["port"] for rule in each["spec"].get("egress", ()) if "to" not in rule for port in rule["ports"]}
+            for name, each in policies.items() if name != "sie"
+        }  # fmt: skip
+
+    assert outside({}) == {"sie-gateway": {443}, "sie-config": {443}, "sie-worker": {443}, "sie-nats": set()}
+    assert outside({"networkPolicy": {"egressPorts": []}})["sie-worker"] == set()
+    assert outside({"tracing": {"enabled": True, "endpoint": "http://collector.tracing:4319"}})["sie-worker"] == {443, 4319}
+    external = {"nats": {"enabled": False, "url": "nats://b:4333"}, "networkPolicy": {"brokerPorts": [4333]}}
+    assert outside(external)["sie-config"] == {443, 4333}
+
+
+def test_clients_and_monitors_are_those_that_are_named() -> None:
+    """X12: metrics have a port of their own, which clients do not reach."""
+    client = {"namespaceSelector": {"matchLabels": {"team": "search"}}}
+    monitor = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
+    found = objects(template(values={**CHOSEN, "networkPolicy": {"clients": [client], "monitors": [monitor]}}))
+    rules = {rule["ports"][0]["port"]: rule.get("from") for rule in of_kind("NetworkPolicy", found)["sie-gateway"]["spec"]["ingress"]}
+    assert client in rules[8080]
+    assert monitor not in rules[8080]
+    assert rules[9090] == [monitor]
+    assert monitor in of_kind("NetworkPolicy", found)["sie-worker"]["spec"]["ingress"][0]["from"]
+    assert not of_kind("NetworkPolicy", objects(template(values={**CHOSEN, "networkPolicy": {"enabled": False}})))
+
+
+@pytest.mark.parametrize(("path", "root"), [("/", None), ("/sie", "/sie")])
+def test_the_ingress_leads_to_the_gateway(path: str, root: str | None) -> None:
+    from helm import container, variables
+
+    found = objects(template(values={**CHOSEN, "ingress": {"enabled": True, "path": path, "host": "a.example", "tlsSecretName": "tls"}}))
+    spec = of_kind("Ingress", found)["sie-gateway"]["spec"]
+    assert spec["tls"] == [{"hosts": ["a.example"], "secretName": "tls"}]
+    (rule,) = spec["rules"]
+    (only,) = rule["http"]["paths"]
+    assert (rule["host"], only["path"], only["pathType"]) == ("a.example", path, "Prefix")
+    service = only["backend"]["service"]
+    assert service["port"]["name"] in {port["name"] for port in of_kind("Service", found)[service["name"]]["spec"]["ports"]}
+    assert variables(container(found, "sie-gateway", "gateway")).get("SIE_ROOT_PATH") == root
+
+
+def test_idle_connections_outlive_those_of_the_load_balancers() -> None:
+    """E10: a load balancer gives up an idle connection before a gateway does, and a slow request after it has ended."""
+    from helm import container, variables
+
+    from sie_contracts.runtime.http import KEEP_ALIVE_S
+
+    annotations = of_kind("Ingress", rendered("values-eks.yaml"))["sie-gateway"]["metadata"]["annotations"]
+    idle_s = int(annotations["alb.ingress.kubernetes.io/load-balancer-attributes"].rpartition("=")[2])
+    longest_s = float(variables(container(rendered("values-eks.yaml"), "sie-gateway", "gateway"))["SIE_GATEWAY_REQUEST_TIMEOUT"])
+    assert longest_s < idle_s < KEEP_ALIVE_S
+    for file in ("values-gke.yaml", "values-aks.yaml"):
+        annotations = of_kind("Ingress", rendered(file))["sie-gateway"]["metadata"]["annotations"]
+        longest_s = float(variables(container(rendered(file), "sie-gateway", "gateway"))["SIE_GATEWAY_REQUEST_TIMEOUT"])
+        assert float(annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"]) > longest_s
+        assert annotations["nginx.ingress.kubernetes.io/proxy-body-size"] == "256m"

@@ -1,0 +1,256 @@
+"""What operators rely on in pods: probes, resources, restricted security, time to end, commands that exist, secrets by reference alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from helm import CHOSEN, FILES, SECRET, container, containers, objects, of_kind, pod, rendered, template, variables, workloads
+
+from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
+from sie_cli import main as cli
+from sie_contracts.settings import BY_NAME
+from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
+
+COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+
+
+@pytest.fixture(params=FILES)
+def found(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
+    return rendered(request.param)
+
+
+def test_every_container_has_probes_and_resources(found: tuple[dict[str, Any], ...]) -> None:
+    """A9: a load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness whether it answers."""
+    for name, spec, each in containers(found):
+        resources = each["resources"]
+        assert resources["requests"].keys() >= {"cpu", "memory"}, name
+        assert "memory" in resources["limits"], name
+        if each in spec.get("initContainers", ()):
+            continue
+        for probe in PROBES:
+            assert probe in each, (name, each["name"], probe)
+        ports = {port["name"] for port in each.get("ports", ())}
+        for probe in PROBES:
+            if "httpGet" in each[probe]:
+                assert each[probe]["httpGet"]["port"] in ports
+        if each["name"] in ("gateway", "config", "worker-sidecar"):
+            assert [each[probe]["httpGet"]["path"] for probe in PROBES] == ["/healthz", "/healthz", "/readyz"]
+
+
+def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...]) -> None:
+    allowed = {"configMap", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+    for name, spec, each in containers(found):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        }, name  # fmt: skip
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for volume in spec["volumes"]:
+            assert volume.keys() - {"name"} <= allowed
+        writable = [mount["mountPath"] for mount in each["volumeMounts"] if not mount.get("readOnly")]
+        assert "/tmp" in writable or each["name"] == "socket-folder"
+
+
+def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ...]) -> None:
+    """P3: the longest deadline is that of a request; a gateway also waits until load balancers know."""
+    gateway = container(found, "sie-gateway", "gateway")
+    longest_s = float(variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"])
+    waits_s = float(gateway["lifecycle"]["preStop"]["exec"]["command"][1])
+    for name, workload in workloads(found).items():
+        if name == "sie-nats":
+            lame_s = float(re.search(r'lame_duck_duration: "(\d+)s"', of_kind("ConfigMap", found)["sie-nats"]["data"]["nats.conf"])[1])  # type: ignore[index]
+            assert pod(workload)["terminationGracePeriodSeconds"] > lame_s
+        else:
+            assert pod(workload)["terminationGracePeriodSeconds"] > longest_s + waits_s
+
+
+def test_the_adapter_ends_after_its_sidecar_has_drained(found: tuple[dict[str, Any], ...]) -> None:
+    """A3: a pod's containers are told to end at once, and batches need the adapter until the sidecar is done."""
+    for name, workload in workloads(found).items():
+        if name.startswith("sie-worker"):
+            sidecar, adapter = (container(found, name, each) for each in ("worker-sidecar", "adapter"))
+            assert "lifecycle" not in sidecar
+            waits_s = float(adapter["lifecycle"]["preStop"]["exec"]["command"][1])
+            assert SIDECAR_DRAIN_S < waits_s < pod(workload)["terminationGracePeriodSeconds"] - ADAPTER_DRAIN_S
+
+
+def test_a_longer_request_gives_pods_more_time() -> None:
+    found = objects(template(values={**CHOSEN, "gateway": {"requestTimeoutSeconds": 599.5, "preStopSeconds": 20}}))
+    assert {pod(each)["terminationGracePeriodSeconds"] for name, each in workloads(found).items() if name != "sie-nats"} == {600 + 20 + 30}
+
+
+def test_every_workload_has_a_budget_that_lets_nodes_drain(found: tuple[dict[str, Any], ...]) -> None:
+    """P6"""
+    for workload in workloads(found).values():
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        budgets = [each["spec"] for each in of_kind("PodDisruptionBudget", found).values()]
+        assert [each["maxUnavailable"] for each in budgets if each["selector"]["matchLabels"].items() <= labels.items()] == [1]
+    for name in ("sie-gateway", "sie-config"):
+        assert pod(workloads(found)[name])["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_one_account_for_each_component_that_may_do_nothing(found: tuple[dict[str, Any], ...]) -> None:
+    """X13"""
+    accounts = of_kind("ServiceAccount", found)
+    for name, workload in workloads(found).items():
+        account = pod(workload)["serviceAccountName"]
+        assert account == ("sie-worker" if name.startswith("sie-worker") else name)
+        assert accounts[account]["automountServiceAccountToken"] is False
+    mounted = [name for name, workload in workloads(found).items() if pod(workload)["automountServiceAccountToken"]]
+    rules = [rule for role in of_kind("Role", found).values() for rule in role["rules"]]
+    if mounted:
+        assert mounted == ["sie-gateway"]
+        assert rules == [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
+        assert of_kind("RoleBinding", found)["sie-gateway"]["subjects"][0]["name"] == "sie-gateway"
+    else:
+        assert not rules
+    assert not of_kind("ClusterRole", found)
+
+
+def test_no_variable_of_a_service_reaches_a_process(found: tuple[dict[str, Any], ...]) -> None:
+    """A service named sie-gateway-metrics would set SIE_GATEWAY_METRICS_PORT to tcp://..., by which a gateway refuses to start."""
+    for workload in workloads(found).values():
+        assert pod(workload)["enableServiceLinks"] is False
+
+
+def test_arguments_are_those_of_the_commands(found: tuple[dict[str, Any], ...]) -> None:
+    seen = set()
+    for _, _, each in containers(found):
+        component = COMPONENTS.get(each["name"])
+        if component is None:
+            continue
+        seen.add(component)
+        assert "command" not in each  # the image's own, which begins with `sie <component>`
+        command = cli.main.commands[component]
+        command.make_context(component, list(each.get("args", ())), resilient_parsing=False)
+    assert seen == set(COMPONENTS.values())
+
+
+def test_ports_are_those_that_processes_listen_on(found: tuple[dict[str, Any], ...]) -> None:
+    gateway = container(found, "sie-gateway", "gateway")
+    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
+    assert f"--port={ports['http']}" in gateway["args"]
+    assert variables(gateway)["SIE_GATEWAY_METRICS_PORT"] == str(ports["metrics"])
+    config = container(found, "sie-config", "config")
+    assert f"--port={config['ports'][0]['containerPort']}" in config["args"]
+    for _, _, each in containers(found):
+        if each["name"] == "worker-sidecar":
+            assert variables(each)["SIE_WORKER_METRICS_PORT"] == str(each["ports"][0]["containerPort"])
+
+
+def test_urls_name_services_and_ports_that_exist(found: tuple[dict[str, Any], ...]) -> None:
+    services = {(name, port["port"]) for name, each in of_kind("Service", found).items() for port in each["spec"]["ports"]}
+    named = {port["name"] for _, _, each in containers(found) for port in each.get("ports", ())}
+    for each in of_kind("Service", found).values():
+        assert {port["targetPort"] for port in each["spec"]["ports"]} <= named
+    urls = set()
+    for _, _, each in containers(found):
+        texts = [*each.get("args", ()), *(value for value in variables(each).values() if isinstance(value, str))]
+        pairs = (pair for text in texts for pair in re.findall(r"(?:http|nats)://(?:[^@/]*@)?(sie-[a-z-]+):(\d+)", text))
+        urls |= {(host, int(port)) for host, port in pairs}
+    assert urls >= {("sie-config", 8081), ("sie-gateway", 8080), ("sie-nats", 4222)}
+    assert urls <= services
+
+
+def test_the_socket_is_in_a_folder_of_this_user_alone(found: tuple[dict[str, Any], ...]) -> None:
+    """X10, P11: mode 0700, the same path on both sides, on a volume that outlives either container."""
+    for name, workload in workloads(found).items():
+        if not name.startswith("sie-worker"):
+            continue
+        spec = pod(workload)
+        assert [each["name"] for each in spec["containers"]] == ["worker-sidecar", "adapter"]
+        folder = spec["initContainers"][0]
+        path = {variables(each)["SIE_IPC_SOCKET_PATH"] for each in spec["containers"]}
+        assert path == {"/run/sie/worker/ipc.sock"}
+        BY_NAME["SIE_IPC_SOCKET_PATH"].read(path.pop())
+        assert folder["command"] == ["mkdir", "-p", "-m", "0700", "/run/sie/worker"]
+        for each in [folder, *spec["containers"]]:
+            assert {"name": "socket", "mountPath": "/run/sie"} in each["volumeMounts"]
+        assert "emptyDir" in next(volume for volume in spec["volumes"] if volume["name"] == "socket")
+
+
+def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
+    """A16"""
+    for name, workload in workloads(found).items():
+        if not name.startswith("sie-worker"):
+            continue
+        adapter, sidecar = container(found, name, "adapter"), container(found, name, "worker-sidecar")
+        counts = [adapter["resources"][kind].get("nvidia.com/gpu", 0) for kind in ("requests", "limits")]
+        assert counts == [int(variables(sidecar)["SIE_GPU_COUNT"])] * 2
+        assert "nvidia.com/gpu" not in json.dumps(sidecar["resources"])
+        on_gpu = bool(counts[0])
+        assert adapter["image"].partition(":")[0].rpartition("/")[2] == ("sie-adapter-cuda" if on_gpu else "sie-adapter-cpu")
+        assert not (on_gpu and variables(adapter)["SIE_DEVICE"] == "cpu")
+        taints = {each["key"] for each in pod(workload).get("tolerations", ())}
+        if on_gpu:
+            assert taints & {"nvidia.com/gpu", "sku"}
+
+
+def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) -> None:
+    """X11, X14: no worker holds the admin token."""
+    assert not of_kind("Secret", found)
+    named = SECRET if any(SECRET in json.dumps(each) for each in found) else "sie"
+    for workload, _, each in containers(found):
+        for name, value in variables(each).items():
+            row = BY_NAME.get(name)
+            if (row is not None and row.secret) or name in ("NATS_PASSWORD", "HF_TOKEN"):
+                assert value["secretKeyRef"]["name"] in (named, "hub"), (workload, name)
+        if each["name"] in ("worker-sidecar", "adapter"):
+            assert "SIE_ADMIN_TOKEN" not in variables(each)
+        if each["name"] == "adapter":
+            assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "NATS_PASSWORD"} & variables(each).keys()
+
+
+def test_each_component_comes_to_the_broker_as_itself(found: tuple[dict[str, Any], ...]) -> None:
+    """X3"""
+    for _, _, each in containers(found):
+        user = {"gateway": "gateway", "config": "config", "worker-sidecar": "worker"}.get(each["name"])
+        if user is not None:
+            assert variables(each)["SIE_NATS_URL"].startswith(f"nats://{user}:$(NATS_PASSWORD)@")
+            assert variables(each)["NATS_PASSWORD"]["secretKeyRef"]["key"] == f"nats-{user}"
+            names = [variable["name"] for variable in each["env"]]
+            assert names.index("NATS_PASSWORD") < names.index("SIE_NATS_URL")  # only what stands before is put in
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("none", None), ("static", False), ("token", True)])
+def test_tokens_are_there_where_the_mode_wants_them(mode: str, expected: bool | None) -> None:
+    """In mode static a secret without the key keeps the pod from starting; beside keys, static tokens are a choice."""
+    found = objects(template(values={"auth": {"mode": mode, "secretName": "mine"}}))
+    environ = variables(container(found, "sie-gateway", "gateway"))
+    assert environ["SIE_AUTH_MODE"] == mode
+    tokens = environ.get("SIE_AUTH_TOKENS")
+    assert tokens == (None if expected is None else {"secretKeyRef": {"name": "mine", "key": "auth-tokens", "optional": expected}})
+
+
+def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -> None:
+    from sie_contracts.broker.nats.transport import split
+
+    values = {**CHOSEN, "nats": {"enabled": False, "url": "tls://one:4222,tls://two:4223"}, "stream": {"replicas": 3}}
+    found = objects(template(values=values))
+    assert not of_kind("StatefulSet", found)
+    assert "--nats-monitor-url" not in str(container(found, "sie-gateway", "gateway")["args"])
+    for workload, name, user in (("sie-gateway", "gateway", "gateway"), ("sie-worker-cpu", "worker-sidecar", "worker")):
+        url = variables(container(found, workload, name))["SIE_NATS_URL"].replace("$(NATS_PASSWORD)", "pw")
+        BY_NAME["SIE_NATS_URL"].read(url)
+        assert split(url) == (["tls://one:4222", "tls://two:4223"], {"user": user, "password": "pw"})
+
+
+@pytest.mark.parametrize(("cache", "expected"), [
+    ({}, {"emptyDir": {"sizeLimit": "50Gi"}}),
+    ({"size": "9Gi", "storageClass": "fast"}, {"ephemeral": {"volumeClaimTemplate": {"spec": {
+        "accessModes": ["ReadWriteOnce"], "storageClassName": "fast", "resources": {"requests": {"storage": "9Gi"}}}}}}),
+    ({"existingClaim": "shared", "storageClass": "fast"}, {"persistentVolumeClaim": {"claimName": "shared"}}),
+])  # fmt: skip
+def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected: dict[str, Any]) -> None:
+    """P12"""
+    found = objects(template(values={**CHOSEN, "workers": {"common": {"cache": cache}}}))
+    volume = next(each for each in pod(workloads(found)["sie-worker-cpu"])["volumes"] if each["name"] == "cache")
+    assert volume == {"name": "cache", **expected}
+    adapter = container(found, "sie-worker-cpu", "adapter")
+    assert variables(adapter)["SIE_LOCAL_CACHE"] in {mount["mountPath"] for mount in adapter["volumeMounts"] if mount["name"] == "cache"}

@@ -1,0 +1,188 @@
+"""The chart renders with every values file, what it renders is valid for each Kubernetes that it names, and what is missing is said."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import helm
+import kubernetes_validate
+import pytest
+import yaml
+from helm import CHART, CHOSEN, FILES, HelmError, of_kind, rendered, template, workloads
+
+KUBERNETES = ("1.28", "1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
+# Objects of operators, which Kubernetes itself does not know; their fields are asserted in test_scaling.py and test_monitoring.py.
+OPERATORS = {"keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_helm_lint_is_content(file: str) -> None:
+    """P13"""
+    said = helm.helm("lint", "--strict", str(CHART), *helm.arguments(file), values=CHOSEN)
+    assert "0 chart(s) failed" in said
+    assert "[WARNING]" not in said
+
+
+@functools.cache
+def valid(text: str, version: str) -> str:
+    """Of an object as JSON: most are the same in several values files. Raises kubernetes_validate.ValidationError."""
+    return kubernetes_validate.validate(json.loads(text), version, strict=True)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_core_object_is_valid(version: str) -> None:
+    kinds = set()
+    for file in FILES:
+        for found in rendered(file):
+            if found["apiVersion"] in OPERATORS:
+                continue
+            kinds.add(found["kind"])
+            assert valid(json.dumps(found, sort_keys=True), version) == version
+    assert kinds == {
+        "ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "PodDisruptionBudget", "Role", "RoleBinding",
+        "Service", "ServiceAccount", "StatefulSet",
+    }  # fmt: skip
+
+
+def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
+    """Else the test above could not fail."""
+    found = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
+    found["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(found, "1.34", strict=True)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
+    """A13"""
+    seen = set()
+    for found in rendered(file):
+        key = (found["kind"], found["metadata"]["name"])
+        assert key not in seen
+        seen.add(key)
+        assert found["metadata"]["labels"]["app.kubernetes.io/instance"] == "sie"
+    for workload in workloads(rendered(file)).values():
+        selected = workload["spec"]["selector"]["matchLabels"]
+        assert selected["app.kubernetes.io/instance"] == "sie"
+        assert selected.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+    for service in of_kind("Service", rendered(file)).values():
+        selected = service["spec"]["selector"]
+        labels = [each["spec"]["template"]["metadata"]["labels"] for each in workloads(rendered(file)).values()]
+        assert any(selected.items() <= each.items() for each in labels)
+
+
+def test_hooks_are_not_used() -> None:
+    """P16"""
+    assert all("helm.sh/hook" not in json.dumps(found) for file in FILES for found in rendered(file))
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({}, "auth.mode: choose who may call"),
+    ({"auth": {"secretName": "sie"}}, "auth.mode: choose who may call"),
+    ({"auth": {"mode": "static"}}, "auth.secretName: name a secret"),
+    ({"auth": {"mode": "Static", "secretName": "sie"}}, "auth.mode"),
+    ({**CHOSEN, "stream": {"replicas": 3}}, "stream.replicas: 3 copies need as many brokers, and nats.replicas is 1"),
+    ({**CHOSEN, "nats": {"enabled": False}}, "nats.url: name the servers of your broker"),
+    ({**CHOSEN, "nats": {"enabled": False, "url": "nats://user:pass@broker"}}, "nats.url"),
+    ({**CHOSEN, "workers": {"groups": {"odd": {}}}}, "machineProfile is required"),
+    ({**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"coalesceMs": "5"}}}}}, "coalesceMs: Invalid type"),
+    ({**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"maxBatchRequests": 0}}}}}, "maxBatchRequests: Must be greater"),
+    ({**CHOSEN, "settings": {"SIE_ACK_WAIT": 3}}, 'settings: Property name of "SIE_ACK_WAIT" does not match'),
+    ({**CHOSEN, "settings": {"SIE_AUTH_TOKENS": "in-clear"}}, 'settings: Property name of "SIE_AUTH_TOKENS" does not match'),
+    ({**CHOSEN, "gateway": {"replica": 3}}, "Additional property replica is not allowed"),
+])  # fmt: skip
+def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) -> None:
+    """X2: without a choice of who may call nothing renders."""
+    with pytest.raises(HelmError) as raised:
+        template(values=values)
+    assert message.casefold() in str(raised.value).casefold()
+
+
+def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> None:
+    with pytest.raises(HelmError, match=r"settings\.SIE_ODD: no process reads it here"):
+        template("values.yaml", {**CHOSEN, "settings": {"SIE_ODD": 1}}, "--skip-schema-validation")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
+    """A10"""
+    found = rendered(file)
+    scalers = of_kind("HorizontalPodAutoscaler", found) | of_kind("ScaledObject", found)
+    scaled = {each["spec"]["scaleTargetRef"]["name"] for each in scalers.values()}
+    for name, workload in workloads(found).items():
+        assert ("replicas" in workload["spec"]) == (name not in scaled), name
+    if file in ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml"):
+        assert scaled == {name for name in workloads(found) if name not in ("sie-config", "sie-nats")}
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart with its notes in a ConfigMap, since `helm template` leaves them out and `helm install` asks a cluster."""
+    chart = Path(shutil.copytree(CHART, tmp_path_factory.mktemp("noted") / "chart"))
+    notes = chart / "templates" / "NOTES.txt"
+    head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: |\n"
+    text = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}{head}{{{{ include "notes" . | indent 4 }}}}\n'
+    (chart / "templates" / "notes.yaml").write_text(text)
+    notes.unlink()
+    return chart
+
+
+@pytest.mark.parametrize(("file", "mode", "expected"), [
+    ("values-kind.yaml", "none", (
+        "kubectl -n search rollout status deployment/sie-gateway", "kubectl -n search port-forward service/sie-gateway 8080:8080",
+        """all-MiniLM-L6-v2 \\\n          -d '{"items":""", "_default.cpu.default: 1\n",
+    )),
+    ("values-kind.yaml", "static", ("-H \"Authorization: Bearer $TOKEN\"", "key auth-tokens of the secret tokens")),
+    ("values-gke.yaml", "token", (
+        "Reach it: http://sie.example.com/", "sie keys create first --nats-url nats://operator:PASSWORD@127.0.0.1:4222",
+        "_default.l4.default: 0 to 4 by KEDA",
+    )),
+])  # fmt: skip
+def test_the_notes_tell_the_next_command(noted: Path, file: str, mode: str, expected: tuple[str, ...]) -> None:
+    values = {"auth": {"mode": mode, "secretName": "tokens"}}
+    text = helm.helm(
+        "template", "sie", str(noted), "--namespace", "search", "--show-only", "templates/notes.yaml", *helm.arguments(file), values=values
+    )
+    notes = helm.objects(text)[0]["data"]["notes"]
+    for part in expected:
+        assert part in notes
+    assert ("Bearer" in notes) == (mode != "none")
+
+
+PAGE = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
+
+
+def test_the_page_names_the_keys_of_the_secret() -> None:
+    references = re.findall(r'"secretKeyRef": (\{[^}]*\})', json.dumps(rendered("values-ha.yaml")))
+    keys = {found["key"] for found in map(json.loads, references) if found["name"] == "sie"}
+    table = PAGE.partition("| key of the secret |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`([a-z-]+)`", " ".join(line.split("|")[1] for line in table.splitlines()[2:]))) == keys
+    command = re.search(r"for key in ([^;]*);", PAGE)
+    assert command is not None
+    assert set(command[1].replace("\\", " ").split()) == keys
+
+
+def test_the_page_s_groups_render_as_it_says() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    found = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
+    assert of_kind("ScaledObject", found)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
+    environ = helm.variables(helm.container(found, "sie-worker-reranking", "worker-sidecar"))
+    assert environ["SIE_BATCHER_MAX_BATCH_REQUESTS"] == "24"
+
+
+def test_the_page_s_commands_name_files_that_exist() -> None:
+    root = CHART.parents[1]
+    for path in re.findall(r"(?:charts|docker|tests)/[A-Za-z0-9_./-]+\.[a-z]+", PAGE.replace("$image", "gateway")):
+        assert (root / path).is_file(), path
+    images = re.search(r"for image in ([a-z -]+);", PAGE)
+    assert images is not None
+    assert all((root / "docker" / f"{image}.Dockerfile").is_file() for image in images[1].split())
+    tag = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert set(re.findall(r"sie-[a-z-]+:([0-9.]+)", PAGE)) == {tag}
+    assert tag == tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]

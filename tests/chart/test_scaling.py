@@ -1,0 +1,125 @@
+"""The ScaledObjects: what KEDA asks is what a running gateway answers, and the number that it reads is the number of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from helm import CHOSEN, container, containers, objects, of_kind, rendered, template, variables, workloads
+from inprocess import InProcess, until
+
+CLOUDS = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml")
+# Fields of keda.sh/v1alpha1 ScaledObject that are used, as far as KEDA's own schema goes; anything else is a mistake.
+SPEC = {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "cooldownPeriod", "advanced", "triggers"}
+METADATA = {"url", "format", "valueLocation", "targetValue", "activationTargetValue"}
+
+
+def scaled(found: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: each["spec"] for name, each in of_kind("ScaledObject", found).items()}
+
+
+@pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
+def test_every_field_is_one_that_keda_knows(file: str) -> None:
+    """A1, A14: there is no fallback, so that a gateway that cannot be asked changes no number, not even zero."""
+    found = rendered(file)
+    for name, spec in scaled(found).items():
+        assert spec.keys() == SPEC
+        assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
+        assert name in workloads(found)
+        assert spec["minReplicaCount"] == 0 < spec["maxReplicaCount"]
+        assert spec["advanced"].keys() == {"horizontalPodAutoscalerConfig"}
+        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert behavior.keys() == {"scaleDown", "scaleUp"}
+        assert behavior["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+        (trigger,) = spec["triggers"]
+        assert trigger.keys() == {"type", "metricType", "metadata"}
+        assert (trigger["type"], trigger["metricType"]) == ("metrics-api", "AverageValue")
+        assert trigger["metadata"].keys() == METADATA
+        assert all(isinstance(value, str) for value in trigger["metadata"].values())
+
+
+@pytest.mark.parametrize("file", CLOUDS)
+def test_every_group_has_one_for_its_own_lane(file: str) -> None:
+    """A13: the address names the release and the namespace."""
+    found = rendered(file)
+    lanes = {}
+    for workload, _, each in containers(found):
+        if each["name"] == "worker-sidecar":
+            environ = variables(each)
+            lanes[workload] = ".".join(environ[name] for name in ("SIE_POOL", "SIE_MACHINE_PROFILE", "SIE_BUNDLE"))
+    urls = {name: spec["triggers"][0]["metadata"]["url"] for name, spec in scaled(found).items()}
+    assert urls == {workload: f"http://sie-gateway-metrics.search.svc:9090/v1/scaling/{lane}" for workload, lane in lanes.items()}
+    service = of_kind("Service", found)["sie-gateway-metrics"]
+    port = next(port for port in service["spec"]["ports"] if port["port"] == 9090)
+    gateway = container(found, "sie-gateway", "gateway")
+    assert {"name": port["targetPort"], "containerPort": int(variables(gateway)["SIE_GATEWAY_METRICS_PORT"])} in gateway["ports"]
+
+
+@pytest.mark.parametrize(("pool", "expected"), [("default", "_default"), ("Default", "_default"), ("Team-A", "team-a")])
+def test_a_pool_is_named_as_its_gateways_name_it(pool: str, expected: str) -> None:
+    found = objects(template("values-gke.yaml", {**CHOSEN, "pool": pool}))
+    (spec,) = scaled(found).values()
+    assert spec["triggers"][0]["metadata"]["url"].endswith(f"/v1/scaling/{expected}.l4.default")
+    assert variables(container(found, "sie-worker-l4", "worker-sidecar"))["SIE_POOL"] == expected
+
+
+def asked(spec: dict[str, Any]) -> tuple[str, str, int]:
+    """Path and query of what KEDA asks, where the number is in the answer, and workers per unit of it."""
+    metadata = spec["triggers"][0]["metadata"]
+    return urlsplit(metadata["url"]).path, metadata["valueLocation"], int(metadata["targetValue"])
+
+
+def replicas(answer: httpx.Response, spec: dict[str, Any]) -> int:
+    """What KEDA and the autoscaler make of an answer: ceil(value / target) within the bounds; active above the activation value."""
+    assert answer.status_code == 200
+    _, place, target = asked(spec)
+    value = answer.json()[place]
+    active = value > float(spec["triggers"][0]["metadata"]["activationTargetValue"])
+    wanted = math.ceil(value / target) if active else 0
+    return min(spec["maxReplicaCount"], max(spec["minReplicaCount"], wanted))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as found:
+        yield found
+
+
+async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> None:
+    """A2, A6, A12. An empty lane wants nobody; a request without a worker wants one, then its demand does; a reservation wants its own,
+    and more than the most that a group may have is not asked for. The port is the one without a token."""
+    found = rendered("values-gke.yaml")
+    spec = scaled(found)["sie-worker-l4"]
+    path = asked(spec)[0]
+    rendered_environ = variables(container(found, "sie-gateway", "gateway"))
+    names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_AUTH_MODE", "SIE_GATEWAY_HEALTH_MODE")
+    environ = {name: rendered_environ[name] for name in names}
+    gateway = await cluster.gateway(**{**environ, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "good", "SIE_LOAD_HOLD_S": "20"})
+    assert (await gateway.client.get(path)).status_code == 401
+    assert replicas(await gateway.get(path), spec) == 0
+
+    asking = asyncio.create_task(gateway.encode("x", Authorization="Bearer good", X_SIE_Timeout_Ms="2000"))
+    await until(lambda: cluster.server.streams["WORK__default"].state().messages or asking.done(), "work in the queue")
+    waiting = await gateway.get(path)
+    assert waiting.json()["ready_workers"] == 0
+    assert replicas(waiting, spec) == 1
+    assert (await asking).status_code == 503
+    assert replicas(await gateway.get(path), spec) == 1  # by its record: the client will come again
+
+    made = await gateway.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 3}}, headers={"Authorization": "Bearer good"})
+    assert made.status_code == 201
+    assert replicas(await gateway.get(path), spec) == 4  # three that are reserved, and the one before
+    await gateway.client.delete("/v1/pools/team", headers={"Authorization": "Bearer good"})
+    await gateway.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 9}}, headers={"Authorization": "Bearer good"})
+    assert replicas(await gateway.get(path), spec) == spec["maxReplicaCount"] == 4
+
+    cluster.server.disconnect()
+    answer = await gateway.get(path)
+    cluster.server.reconnect()
+    assert answer.status_code == 503  # no zero that would end workers

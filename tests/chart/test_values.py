@@ -1,0 +1,264 @@
+"""Every value changes what is rendered, every variable that is rendered has a reader in that process, and both say what they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import chart_settings
+import pytest
+import yaml
+from helm import CHART, CHOSEN, EVERYTHING, FILES, container, containers, objects, rendered, template, variables
+
+from sie_contracts.settings import BY_NAME, MACHINE_PROFILE_DEFAULTS, ROWS, load
+
+COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
+# What has to be otherwise for these keys to have an effect.
+BESIDE = {
+    ("nats", "enabled"): {"nats": {"url": "nats://b:4222"}},
+    ("nats", "url"): {"nats": {"enabled": False, "url": "nats://b:4222"}},
+    ("networkPolicy", "brokerPorts"): {"nats": {"enabled": False, "url": "nats://b:4222"}},
+    ("gateway", "replicas"): {"gateway": {"autoscaling": {"enabled": False}}},
+}
+Path = tuple[str, ...]
+
+
+def overlaid(below: Any, above: Any) -> Any:
+    """As helm lays one values file over another."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return copy.deepcopy(above)
+    return {**below, **{key: overlaid(below.get(key), value) for key, value in above.items()}}
+
+
+def leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every key whose value is no map, and every empty map."""
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, values
+
+
+def at(path: Path, value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    return dict(value)
+
+
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+FULL = overlaid(overlaid(DEFAULTS, yaml.safe_load(EVERYTHING.read_text())), CHOSEN)
+
+
+def others() -> dict[Path, Any]:
+    """For each key another value of its type, which stands nowhere else; the opposite for booleans."""
+    found: dict[Path, Any] = {}
+    for number, (path, value) in enumerate(leaves(FULL), 30_011):
+        if isinstance(value, bool):
+            found[path] = not value
+        elif isinstance(value, int | float):
+            found[path] = number
+        elif isinstance(value, str):
+            found[path] = f"x{number}"
+        elif isinstance(value, list):
+            found[path] = [{"mark": f"x{number}"} if value and isinstance(value[0], dict) else number]
+    return found
+
+
+@pytest.fixture(scope="module")
+def base() -> str:
+    return template("everything.yaml", CHOSEN)
+
+
+def test_every_value_changes_what_is_rendered(base: str) -> None:
+    """All texts and numbers are replaced at once and looked for; what is not found as it is, and each boolean, is changed for itself."""
+    changed: dict[str, Any] = {}
+    alone: dict[Path, Any] = {("auth", "mode"): "token", ("stream", "replicas"): 2, ("nats", "replicas"): 5}
+    for path, value in others().items():
+        if isinstance(value, bool) or path in BESIDE or path[:2] == ("workers", "groups"):
+            alone[path] = value
+        elif path not in alone:
+            changed = overlaid(changed, at(path, value))
+    text = template("everything.yaml", overlaid(CHOSEN, changed), "--skip-schema-validation")
+    alone |= {path: value for path, value in leaves(changed) if re.search(r"x?\d{5}", str(value))[0] not in text}  # type: ignore[index]
+    without_effect = set()
+    for path, value in alone.items():
+        beside = overlaid(CHOSEN, BESIDE.get(path, {}))
+        before = template("everything.yaml", beside, "--skip-schema-validation") if path in BESIDE else base
+        if template("everything.yaml", overlaid(beside, at(path, value)), "--skip-schema-validation") == before:
+            without_effect.add(path)
+    # of machine profiles that no group here has
+    assert {path for path in without_effect if path[:2] not in {("machineProfiles", "a100-80gb"), ("machineProfiles", "h100")}} == set()
+    assert len(alone) < 60, "most values should be found as they are: each of these is a call of helm"
+
+
+def test_every_key_says_what_it_is() -> None:
+    """A comment above each key, or above the one that it is a part of where that is written in one line."""
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    assert len(lines) < 700
+    bare = []
+    for number, line in enumerate(lines):
+        key = line.strip().partition(":")[0]
+        if not line.strip() or line.strip().startswith(("#", "- ")):
+            continue
+        above = lines[number - 1].strip() if number else ""
+        parts = ("requests", "limits", "cpu", "l4", "a100-80gb", "h100", "machineProfile", "device", "gpu", "tolerations")
+        if not above.startswith("#") and key not in parts:
+            bare.append((number + 1, line))
+    assert bare == []
+
+
+def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
+    schema = json.loads(chart_settings.SCHEMA.read_text())
+
+    def keys(part: dict[str, Any], path: Path = ()) -> Iterator[Path]:
+        part = schema["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        for name, each in part.get("properties", {}).items():
+            below = list(keys(each, (*path, name)))
+            yield from below or [(*path, name)]
+
+    def top(paths: Iterator[Path] | list[Path]) -> set[Path]:
+        # of what has names of the operator's own, only that it is there
+        free = {("workers", "groups"), ("machineProfiles",), ("settings",)}
+        found = {next((path[: len(each)] for each in free if path[: len(each)] == each), path) for path in paths}
+        return {path for path in found if "resources" not in path and path[-2:-1] != ("hubTokenSecret",)}
+
+    known = {path for path in top(list(keys(schema))) if path != ("global",)}
+    assert known == {path for path in top([path for path, _ in leaves(DEFAULTS)]) if path[-1] != "hubTokenSecret"}
+
+
+def test_the_table_of_settings_is_that_of_today() -> None:
+    """`python tests/chart_settings.py` makes both files."""
+    assert json.loads(chart_settings.TABLE.read_text()) == chart_settings.readers()
+    schema = json.loads(chart_settings.SCHEMA.read_text())
+    assert schema["definitions"]["settings"]["propertyNames"]["enum"] == list(chart_settings.readers())
+    known = {row.name for row in ROWS}
+    assert known >= chart_settings.OWN | chart_settings.LEFT_OUT
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_variable_has_a_reader_in_its_process_and_is_read(file: str) -> None:
+    """Each process loads the environment that it is given, without a warning but for what waits for a capability."""
+    for workload, _, each in containers(rendered(file)):
+        component = COMPONENTS.get(each["name"])
+        if component is None:
+            continue
+        environ = {name: value if isinstance(value, str) else "pod-0" for name, value in variables(each).items()}
+        assert len(environ) == len(each["env"]), f"{workload} sets a variable twice"
+        for name in environ:
+            if name.startswith(("SIE_", "OTEL_")):
+                assert component in BY_NAME[name].components, (workload, each["name"], name)
+                assert BY_NAME[name].mode in (None, "queue")
+        found = load(environ=environ)
+        assert [warning for warning in found.warnings if "yet" not in warning] == []
+        assert environ["SIE_LOG_JSON"] == "true"
+
+
+def test_whatever_the_chart_writes_itself_is_rendered_somewhere() -> None:
+    """Otherwise it would be in `settings` instead."""
+    written = {name for file in FILES for _, _, each in containers(rendered(file)) for name in variables(each)}
+    configured = objects(template(values={**CHOSEN, "catalogue": {"configMap": "models"}}))
+    written |= {name for _, _, each in containers(configured) for name in variables(each)}
+    assert written >= chart_settings.OWN
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_health_comes_from_heartbeats(file: str) -> None:
+    told = [value for _, _, each in containers(rendered(file)) if (value := variables(each).get("SIE_GATEWAY_HEALTH_MODE")) is not None]
+    assert told == ["nats"]
+
+
+def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
+    names = {"SIE_ACK_WAIT_S": 21, "SIE_MODEL_FILTER": "a/b,c/d", "SIE_QUEUE_MAX_BYTES": 2147483648, "SIE_DISK_CACHE_ENABLED": False}
+    second = {"machineProfile": "cpu", "settings": {"SIE_ACK_WAIT_S": 33}}
+    workers = {"common": {"settings": {"SIE_IDLE_EVICT_S": 60}}, "groups": {"second": second}}
+    found = objects(template(values={**CHOSEN, "settings": names, "workers": workers}))
+    told = {(workload, each["name"]): variables(each) for workload, _, each in containers(found)}
+
+    def readers(name: str) -> dict[str, str]:
+        return {f"{workload}/{each}": environ[name] for (workload, each), environ in told.items() if name in environ}
+
+    assert readers("SIE_ACK_WAIT_S") == {
+        "sie-gateway/gateway": "21", "sie-worker-cpu/worker-sidecar": "21", "sie-worker-second/worker-sidecar": "33",
+    }  # fmt: skip
+    assert readers("SIE_MODEL_FILTER") == {"sie-config/config": "a/b,c/d"}
+    assert readers("SIE_QUEUE_MAX_BYTES") == {"sie-gateway/gateway": "2147483648"}
+    assert set(readers("SIE_DISK_CACHE_ENABLED").values()) == {"false"}
+    assert readers("SIE_IDLE_EVICT_S").keys() == {"sie-worker-cpu/worker-sidecar", "sie-worker-second/worker-sidecar"}
+
+
+# batching
+
+
+def batching(values: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
+    """Of each workload with a worker-sidecar: coalesce, requests, cost. Other containers carry none of them."""
+    found = objects(template(values=overlaid(CHOSEN, values)))
+    names = ("SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_MAX_BATCH_COST")
+    told = {}
+    for workload, _, each in containers(found):
+        environ = variables(each)
+        if each["name"] == "worker-sidecar":
+            told[workload] = (environ[names[0]], environ[names[1]], environ[names[2]])
+        else:
+            assert not environ.keys() & set(names)
+    return told
+
+
+def test_batching_is_documented_measured_common_or_the_groups() -> None:
+    """group > common > measured for the machine profile > documented."""
+    groups = {"l4": {"machineProfile": "l4"}, "own": {"machineProfile": "l4", "workerSidecar": {"batcher": {"coalesceMs": 1}}}}
+    workers: dict[str, Any] = {"groups": groups}
+    cpu, documented = ("2", "64", "4096"), ("5", "12", "16384")
+    expected = {"sie-worker-cpu": cpu, "sie-worker-l4": documented, "sie-worker-own": ("1", *documented[1:])}
+    assert batching({"workers": workers}) == expected
+    workers["common"] = {"workerSidecar": {"batcher": {"coalesceMs": 9, "maxBatchRequests": 24}}}
+    assert batching({"workers": workers}) == {
+        "sie-worker-cpu": ("9", "24", "4096"), "sie-worker-l4": ("9", "24", "16384"), "sie-worker-own": ("1", "24", "16384"),
+    }  # fmt: skip
+
+
+def test_a_group_may_have_a_documented_default_in_place_of_a_measured_value() -> None:
+    groups = {"cpu": {"workerSidecar": {"batcher": {"coalesceMs": 5}}}}
+    assert batching({"workers": {"groups": groups}})["sie-worker-cpu"] == ("5", "64", "4096")
+
+
+def test_defaults_and_measured_values_are_those_of_the_processes() -> None:
+    names = ("SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_MAX_BATCH_COST")
+    variable = dict(zip(("coalesceMs", "maxBatchRequests", "maxBatchCost"), names, strict=True))
+    batcher = DEFAULTS["workers"]["common"]["workerSidecar"]["batcher"]
+    assert {variable[key]: value for key, value in batcher.items()} == {name: BY_NAME[name].default for name in variable.values()}
+    measured = {
+        profile: {variable[key]: str(value) for key, value in each["batcher"].items()}
+        for profile, each in DEFAULTS["machineProfiles"].items() if "batcher" in each
+    }  # fmt: skip
+    assert measured == {profile: dict(values) for profile, values in MACHINE_PROFILE_DEFAULTS.items()}
+    same = {
+        ("gateway", "requestTimeoutSeconds"): "SIE_GATEWAY_REQUEST_TIMEOUT", ("stream", "storage"): "SIE_STREAM_STORAGE",
+        ("stream", "replicas"): "SIE_STREAM_REPLICAS", ("workers", "common", "bundle"): "SIE_BUNDLE",
+        ("workers", "common", "device"): "SIE_DEVICE", ("workers", "common", "hubFallback"): "SIE_HF_FALLBACK",
+        ("tracing", "endpoint"): "OTEL_EXPORTER_OTLP_ENDPOINT", ("tracing", "sampler"): "OTEL_TRACES_SAMPLER",
+        ("tracing", "samplerArg"): "OTEL_TRACES_SAMPLER_ARG", ("tracing", "enabled"): "SIE_TRACING_ENABLED",
+    }  # fmt: skip
+    values = dict(leaves(DEFAULTS))
+    assert {path: values[path] for path in same} == {path: BY_NAME[name].default for path, name in same.items()}
+
+
+def test_false_and_zero_of_a_group_win_over_common() -> None:
+    """As they would not with helm's own merge."""
+    common = {"gpu": True, "autoscaling": {"enabled": True, "minReplicas": 2}, "hubFallback": True}
+    group = {"machineProfile": "other", "gpu": False, "autoscaling": {"minReplicas": 0}, "hubFallback": False}
+    found = objects(template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}})))
+    scaled = {each["metadata"]["name"]: each["spec"]["minReplicaCount"] for each in found if each["kind"] == "ScaledObject"}
+    assert scaled == {"sie-worker-cpu": 2, "sie-worker-other": 0}
+    adapter = container(found, "sie-worker-other", "adapter")
+    assert "nvidia.com/gpu" not in adapter["resources"]["limits"]
+    assert variables(adapter)["SIE_HF_FALLBACK"] == "false"
+
+
+def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
+    """A2: what names no machine profile goes to one that can be scaled from zero."""
+    groups = {"b": {"machineProfile": "h100"}, "a": {"machineProfile": "l4"}, "c": {"machineProfile": "l4"}, "cpu": None}
+    environ = variables(container(objects(template(values={**CHOSEN, "workers": {"groups": groups}})), "sie-gateway", "gateway"))
+    assert (environ["SIE_GATEWAY_CONFIGURED_GPUS"], environ["SIE_MACHINE_PROFILE"]) == ("l4,h100", "l4")

@@ -1,0 +1,60 @@
+"""Which process reads which setting of the chart's `settings`, made from the table of all settings.
+
+    python tests/chart_settings.py
+
+writes charts/sie-cluster/files/settings.json, and the names into values.schema.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sie_contracts.settings import ROWS
+
+CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
+TABLE = CHART / "files" / "settings.json"
+SCHEMA = CHART / "values.schema.json"
+
+# What templates write themselves, from keys of their own in values.yaml or because the chart alone can know it.
+OWN = frozenset({
+    "SIE_ADMIN_TOKEN", "SIE_AUTH_MODE", "SIE_AUTH_TOKENS", "SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_BUNDLE",
+    "SIE_CLUSTER_CACHE", "SIE_CONFIG_READ_TOKEN", "SIE_CONFIG_SERVICE_URL", "SIE_DEVICE", "SIE_GATEWAY_CONFIGURED_GPUS",
+    "SIE_GATEWAY_HEALTH_MODE", "SIE_GATEWAY_K8S_NAMESPACE", "SIE_GATEWAY_K8S_PORT", "SIE_GATEWAY_K8S_SERVICE", "SIE_GATEWAY_KUBERNETES",
+    "SIE_GATEWAY_METRICS_PORT", "SIE_GATEWAY_REQUEST_TIMEOUT", "SIE_GATEWAY_URL", "SIE_GPU_COUNT", "SIE_HF_FALLBACK", "SIE_IPC_SOCKET_PATH",
+    "SIE_LOCAL_CACHE", "SIE_LOG_JSON", "SIE_MACHINE_PROFILE", "SIE_MAX_BATCH_COST", "SIE_MODELS_DIR", "SIE_NATS_URL",
+    "SIE_PAYLOAD_STORE_URL", "SIE_POOL", "SIE_PRELOAD_MODELS", "SIE_ROOT_PATH", "SIE_STREAM_REPLICAS", "SIE_STREAM_STORAGE",
+    "SIE_TRACING_ENABLED", "SIE_WORKER_ID", "SIE_WORKER_METRICS_PORT",
+})  # fmt: skip
+# What would be wrong in a pod: another way to name the machine profile, workers by URL.
+LEFT_OUT = frozenset({"SIE_GPU_TYPE", "SIE_GATEWAY_WORKERS"})
+
+
+def readers() -> dict[str, list[str]]:
+    """The components that read each setting which has no key of its own."""
+    return {
+        row.name: sorted(row.components)
+        for row in sorted(ROWS, key=lambda row: row.name)
+        if row.name.startswith("SIE_") and not row.secret and row.mode != "standalone" and row.name not in OWN | LEFT_OUT
+    }
+
+
+def table() -> str:
+    lines = [f"  {json.dumps(name)}: {json.dumps(components)}" for name, components in readers().items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def schema(found: dict[str, Any]) -> dict[str, Any]:
+    """The chart's schema with the names of today."""
+    found["definitions"]["settings"]["propertyNames"] = {"enum": list(readers())}
+    return found
+
+
+def main() -> None:
+    TABLE.write_text(table())
+    SCHEMA.write_text(json.dumps(schema(json.loads(SCHEMA.read_text())), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The config service's API over a broker in memory, without a process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+import httpx
+from inprocess import settings_of
+
+from sie_config.app import ConfigService, create_app
+from sie_config.store import CatalogueStore, open_store
+from sie_contracts import messages
+from sie_contracts.broker import CoreMessage
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle
+from sie_contracts.messages import ConfigDelta
+
+ADMIN = "admin-token-of-a-test"
+
+
+class Api:
+    """One replica, asked with ADMIN as the token, with the deltas that were sent on `subject`."""
+
+    def __init__(self, server: MemoryServer, bundles: Mapping[str, Bundle], subject: str, **environ: str) -> None:
+        self.server = server
+        self.service = ConfigService(settings_of(**environ))
+        transport = httpx.ASGITransport(create_app(self.service))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://config", headers={"Authorization": f"Bearer {ADMIN}"})
+        self.deltas: list[ConfigDelta] = []
+        self._bundles = bundles
+        self._subject = subject
+
+    async def start(self) -> Self:
+        self.broker = self.server.connect("sie-config")
+        store = await open_store(self.broker, settings_of())
+        await store.seed_bundles(self._bundles)
+        self.service.begin(store)
+
+        async def heard(message: CoreMessage) -> None:
+            self.deltas.append(messages.decode_delta(message.data))
+
+        await self.server.connect("listener").subscribe(self._subject, heard)
+        return self
+
+    @property
+    def store(self) -> CatalogueStore:
+        return self.service.require()
+
+    async def call(self, method: str, path: str, body: Any = None, status: int = 200, **headers: str) -> dict[str, Any]:
+        """The JSON of the answer, whose status is checked."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        answer = await self.client.request(method, path, content=content, headers={"Content-Type": "application/json", **given})
+        assert answer.status_code == status, answer.text
+        found: dict[str, Any] = answer.json()
+        return found

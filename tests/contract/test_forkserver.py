@@ -1,0 +1,145 @@
+"""The parent of the adapter, with children that do what a test needs instead of serving: no torch, so each is there in an instant."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sie_contracts.runtime.failpoints import CRASHED
+from sie_contracts.runtime.process import EXIT_BAD_SETTING
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process")
+PROGRAM = """
+import ctypes, logging, os, signal, sys, threading, time
+import psutil
+from sie_adapter import forkserver
+from sie_contracts.runtime import failpoints
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
+began_s = time.monotonic()
+{before}
+status = forkserver.keep_one_serving()
+if status is not None:
+    sys.exit(status)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
+print("serving", os.getpid(), flush=True)
+{child}
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(child: str, before: str = "") -> subprocess.Popen[str]:
+        code = PROGRAM.format(child=textwrap.dedent(child), before=textwrap.dedent(before))
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        with process:
+            process.kill()
+
+
+def serving(process: subprocess.Popen[str]) -> int:
+    """The process that serves next."""
+    return int(line_with("serving", process).split()[1])
+
+
+def line_with(text: str, process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} was never said, status {process.wait(5)}")
+
+
+def rest(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.read()
+
+
+def test_a_child_that_dies_is_replaced_with_longer_and_longer_pauses(start: Start) -> None:
+    parent = start("os.kill(os.getpid(), signal.SIGKILL) if time.monotonic() - began_s < 0.25 else os._exit(0)")
+    assert parent.wait(20) == 0
+    lines = rest(parent).splitlines()
+    served = [line.split()[1] for line in lines if line.startswith("serving")]
+    pauses = [line.split()[-2] for line in lines if "was killed by signal 9" in line]
+    assert len(set(served)) == len(served) == len(pauses) + 1
+    assert str(parent.pid) not in served
+    assert pauses
+    assert pauses == ["0.1", "0.2", "0.4"][: len(pauses)]
+
+
+def test_one_that_lived_longer_is_replaced_at_once(start: Start) -> None:
+    parent = start("os._exit(3 if time.monotonic() - began_s < 0.3 else 0)", "forkserver.STEADY_S = -1.0")
+    assert "ended with status 3; another one starts in 0 s" in line_with("ended", parent)
+
+
+@pytest.mark.parametrize("status", [0, EXIT_BAD_SETTING])
+def test_a_child_that_drained_or_refuses_its_settings_ends_the_parent(start: Start, status: int) -> None:
+    parent = start(f"os._exit({status})")
+    assert parent.wait(20) == status
+    assert rest(parent).count("serving") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_the_childs_status_is_the_parents(start: Start, number: int) -> None:
+    parent = start("time.sleep(60)")
+    serving(parent)
+    parent.send_signal(number)
+    assert parent.wait(20) == 7
+    assert rest(parent) == ""
+
+
+def test_a_signal_ends_the_parent_between_two_children(start: Start) -> None:
+    parent = start("os._exit(1)", "forkserver.FIRST_PAUSE_S = 60.0; forkserver.LONGEST_PAUSE_S = 60.0")
+    line_with("another one starts in 60 s", parent)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(20) == 0
+
+
+def test_the_child_of_a_killed_parent_ends(start: Start) -> None:
+    parent = start("time.sleep(60)")
+    child = psutil.Process(serving(parent))
+    parent.kill()
+    assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+def test_failpoints_are_those_of_the_first_child(start: Start) -> None:
+    parent = start("failpoints.failpoint('adapter.loaded'); os._exit(0)", "failpoints.arm('adapter.loaded=crash')")
+    assert f"ended with status {CRASHED}" in line_with("ended", parent)
+    assert parent.wait(20) == 0
+
+
+def test_a_process_with_threads_serves_itself_and_says_so(start: Start) -> None:
+    parent = start("os._exit(5)", "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")
+    line_with("there is no warm spare", parent)
+    assert serving(parent) == parent.pid
+    assert parent.wait(20) == 5
+
+
+def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
+    """As in a container, where it is process 1: what a dead child had started becomes the parent's."""
+    child = f"""
+    if not os.path.exists({str(tmp_path / "left")!r}):
+        open({str(tmp_path / "left")!r}, "w").close()
+        os._exit(1 if os.fork() else time.sleep(0.5) or 0)
+    family, end_s = psutil.Process(parent), time.monotonic() + 20
+    while len(family.children()) > 1 and time.monotonic() < end_s:
+        time.sleep(0.02)
+    os._exit(0 if len(family.children()) == 1 else 3)
+    """
+    parent = start(child, "parent = os.getpid(); ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER")
+    assert parent.wait(30) == 0

@@ -1,0 +1,66 @@
+"""The tables of docs/errors.md, made from the error tree, the shape of TEI's errors, our client's classes and the reasons in the code.
+
+    python tests/errors_page.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sie_contracts.errors import AllItemsFailed, InferenceFailed, InvalidInput, QueueFull, SIEError, catalogue, envelope
+from sie_gateway.dialects import tei
+from sie_sdk.errors import codes
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "errors.md"
+# Of writes of configurations, which no process serves yet.
+CONFIG_ONLY = ("CONTENT_CONFLICT", "VALIDATION_ERROR", "IDEMPOTENCY_MISMATCH")
+
+
+def _rows(leaf: type[SIEError]) -> Iterator[SIEError]:
+    """An example of each status that a code has."""
+    if not issubclass(leaf, AllItemsFailed):
+        yield leaf("m")
+        return
+    for failure in (InvalidInput("m"), InferenceFailed("m"), QueueFull("m")):
+        yield leaf("m", failures=(failure,))
+
+
+def _row(error: SIEError) -> str:
+    status, body = tei.shape(error, "", None)
+    retry = f"{error.retry_after_s}" if error.retryable else "–"
+    kind = envelope(error, "")["detail"]["type"]
+    when = (type(error).__doc__ or "").partition("\n")[0]
+    when = f"{when} Of the config service alone." if error.code in CONFIG_ONLY else when
+    tei_cell = f"{status} `{body['error_type']}`"
+    return f"| `{error.code}` | {error.status} | {retry} | `{kind}` | {tei_cell} | `{codes()[error.code].__name__}` | {when} |"
+
+
+def table() -> str:
+    """The codes, in the order of the tree."""
+    head = "| code | status | `Retry-After` | type | at TEI routes | raised by our client | when |"
+    return "\n".join([head, "|---" * 7 + "|", *(_row(error) for leaf in catalogue() for error in _rows(leaf))])
+
+
+def reasons() -> dict[str, set[str]]:
+    """Every reason that the code gives an error of the tree, with the codes that have it."""
+    names = {leaf.__name__: leaf.code for leaf in catalogue()}
+    call = rf"\b(?:{'|'.join(names)})\("
+    made = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
+    found: dict[str, set[str]] = {}
+    for folder in ("contracts", "gateway", "sidecar", "adapter"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for name, reason in made.findall(file.read_text("utf-8")):
+                found.setdefault(reason, set()).add(names[name.removesuffix("(")])
+    return found
+
+
+def page(old: str) -> str:
+    """The page with its table as the code has it now."""
+    return re.sub(r"(?<=<!-- codes -->\n).*(?=\n<!-- /codes -->)", lambda _: table(), old, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")

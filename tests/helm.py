@@ -1,0 +1,92 @@
+"""The real helm on the chart: what a values file renders, as text and as objects. Each file is rendered once in a session."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
+RELEASE, NAMESPACE, SECRET = "sie", "search", "sie-tokens"
+FILES = ("values.yaml", "values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "values-kind.yaml", "values-ha.yaml", "everything.yaml")
+# Every part that a value can turn on, with something in every list and map, so that each key has something to act on.
+EVERYTHING = Path(__file__).parent / "chart" / "everything.yaml"
+CHOSEN = {"auth": {"mode": "static", "secretName": SECRET}}
+
+Object = dict[str, Any]
+
+
+class HelmError(Exception):
+    """What helm said instead."""
+
+
+def helm(*args: str, values: Mapping[str, Any] | None = None) -> str:
+    """Its standard output. `values` are laid over all files. Raises HelmError."""
+    command = [str(Path(sys.executable).with_name("helm")), *args]
+    if values is not None:
+        command += ["--values", "-"]
+    done = subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise HelmError(done.stdout + done.stderr)
+    return done.stdout
+
+
+def arguments(file: str) -> list[str]:
+    """Of a values file: the default one is there anyway."""
+    if file == "values.yaml":
+        return []
+    return ["--values", str(EVERYTHING if file == "everything.yaml" else CHART / file)]
+
+
+def template(file: str = "values.yaml", values: Mapping[str, Any] | None = None, *args: str) -> str:
+    """What `helm template` prints. Raises HelmError."""
+    return helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *arguments(file), *args, values=values)
+
+
+def objects(text: str) -> list[Object]:
+    return [found for found in yaml.load_all(text, yaml.CSafeLoader) if found]
+
+
+@functools.cache
+def rendered(file: str) -> tuple[Object, ...]:
+    """The objects of a values file, with who may call chosen where it does not."""
+    chosen = file in ("values.yaml", "everything.yaml")
+    return tuple(objects(template(file, CHOSEN if chosen else None)))
+
+
+def of_kind(kind: str, found: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+    """Objects of a kind by name."""
+    return {each["metadata"]["name"]: each for each in found if each["kind"] == kind}
+
+
+def workloads(found: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+    """Deployments and StatefulSets by name."""
+    return of_kind("Deployment", found) | of_kind("StatefulSet", found)
+
+
+def pod(workload: Object) -> Object:
+    found: Object = workload["spec"]["template"]["spec"]
+    return found
+
+
+def containers(found: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, Object, Object]]:
+    """Workload, pod and container, init containers too."""
+    for name, workload in workloads(found).items():
+        spec = pod(workload)
+        for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+            yield name, spec, container
+
+
+def variables(container: Object) -> dict[str, Any]:
+    """Its environment: the text of a variable, or where it comes from."""
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container.get("env", ())}
+
+
+def container(found: tuple[Object, ...] | list[Object], workload: str, name: str) -> Object:
+    return next(each for owner, _, each in containers(found) if (owner, each["name"]) == (workload, name))

@@ -1,0 +1,90 @@
+"""A catalogue of many models: copies of the packaged ones under other ids, and the bucket of a config service that holds them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from sie_config.mirror import Held
+from sie_config.store import SEED_BATCH, Change, normalised, open_store
+from sie_contracts import messages
+from sie_contracts.broker.nats import connect
+from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document
+from sie_contracts.errors import ModelNotFound
+from sie_contracts.messages import ConfigDelta, ConfigExport, ConfigModel
+from sie_contracts.runtime.feed import packaged_catalogue
+from sie_contracts.settings import load
+
+
+def entries(count: int) -> dict[str, ModelEntry]:
+    """As many entries as that, each with an id of its own, profiles and all."""
+    packaged = list(packaged_catalogue().entries.values())
+    numbered = zip(range(count), itertools.cycle(packaged), strict=False)
+    found = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
+    return {entry.id: entry for entry in found}
+
+
+def export(count: int, epoch: str = "large:9") -> bytes:
+    """What a config service tells of them."""
+    bundles = tuple(msgspec.to_builtins(bundle) for bundle in packaged_catalogue().bundles.values())
+    models = tuple(ConfigModel(name, normalised(entry), 1, ("default",), written=9) for name, entry in entries(count).items())
+    return msgspec.json.encode(ConfigExport(epoch, models, bundles))
+
+
+async def fill(url: str, count: int) -> None:
+    """Have the catalogue of this broker hold them, as if written over the API."""
+    broker = await connect(url, name="fill")
+    try:
+        store = await open_store(broker, load(environ={}, mode="queue").settings)
+        changes = [Change(name, Held(), normalised(entry), "api", "create") for name, entry in entries(count).items()]
+        for start in range(0, count, SEED_BATCH):
+            await store.write(changes[start : start + SEED_BATCH], tell=start + SEED_BATCH >= count)
+    finally:
+        await broker.close()
+
+
+def median_us(action: Callable[[], object], rounds: int = 200) -> float:
+    """Processor time of one call."""
+    took = []
+    for _ in range(rounds):
+        begun = time.thread_time_ns()
+        action()
+        took.append(time.thread_time_ns() - begun)
+    return statistics.median(took) / 1000
+
+
+def resolving(catalogue: Catalogue) -> dict[str, float]:
+    """Microseconds of a resolution, by how the model is named."""
+    plain = list(catalogue.entries)[len(catalogue.entries) // 2]
+    with_profile = next(f"{name}:{list(entry.profiles)[-1]}" for name, entry in catalogue.entries.items() if len(entry.profiles) > 2)
+    pinned = f"{plain}@{catalogue.entries[plain].revision}"
+    names = {"id": plain, "id@revision": pinned, "id:profile": with_profile, "another case": plain.upper()}
+    return {how: median_us(lambda name=name: catalogue.resolve(name)) for how, name in names.items()}  # type: ignore[misc]
+
+
+def unknown_us(catalogue: Catalogue) -> float:
+    """Of a name that there is none of, with suggestions."""
+
+    def refused() -> None:
+        with pytest.raises(ModelNotFound, match="no model named"):
+            catalogue.resolve("sentence-transformers/all-MiniLM-L6-v3x")
+
+    return median_us(refused, 20)
+
+
+def applying_us(catalogue: Catalogue) -> float:
+    """Of a delta that adds a model, decoded, checked and applied, up to the first resolution through it."""
+    raw = normalised(msgspec.structs.replace(next(iter(catalogue.entries.values())), id="new/model"))
+    data = messages.encode(ConfigDelta("sie-config", "large:9", "large:12", "new/model", 1, raw))
+
+    def applied() -> None:
+        delta = messages.decode_delta(data)
+        new = catalogue.with_model(delta.model, parse_document(delta.entry), delta.revision, delta.epoch)
+        assert new.resolve("new/Model").entry.id == "new/model"
+
+    return median_us(applied, 50)

@@ -1,0 +1,137 @@
+"""Classification by the model's own classes through the adapter against transformers' pipeline on the same folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents
+from parity.table import ParityTable
+from transformers import AutoModelForSequenceClassification, pipeline
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Failed, Input, Ok
+
+FAMILY = "text-classifier"
+NAMES = ("anger", "joy", "fear", "calm")
+KINDS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert", "deberta-v2", "qwen2 causal")
+PAIRED = ("bert", "roberta", "modernbert", "deberta-v2")
+MAX_DIFFERENCE = 1e-5
+
+Folders = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("text-classifiers")
+
+    @functools.cache
+    def folder(name: str, labels: tuple[str, ...] = NAMES, problem_type: str | None = None) -> Path:
+        place = root / f"{name.replace(' ', '-')}-{len(labels)}-{problem_type}"
+        return build_head(place, name, AutoModelForSequenceClassification, labels, problem_type=problem_type)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(engine: ScoringEngine, folders: Folders) -> Scoring:
+    return engine.load(folders("bert"), FAMILY)
+
+
+def oracle(folder: Path) -> Callable[..., list[list[dict[str, Any]]]]:
+    """All classes of each text, best first, one text at a time so that no padding enters."""
+    return functools.partial(pipeline("text-classification", model=str(folder), device="cpu"), top_k=None, truncation=True)
+
+
+def shares(found: dict[str, Any]) -> dict[str, float]:
+    return {each["label"]: each["score"] for each in found["classifications"]}
+
+
+def check(found: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -> float:
+    """Every class, with its score. Returns the largest difference."""
+    worst = 0.0
+    for ours, theirs in zip(found, expected, strict=True):
+        exact = {each["label"]: each["score"] for each in theirs}
+        assert shares(ours) == pytest.approx(exact, abs=MAX_DIFFERENCE, rel=MAX_DIFFERENCE)
+        scores = list(shares(ours).values())
+        assert scores == sorted(scores, reverse=True)
+        worst = max(worst, *(abs(share - exact[label]) for label, share in shares(ours).items()))
+    return worst
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_class_has_the_score_of_the_pipeline(name: str, engine: ScoringEngine, folders: Folders, table: ParityTable) -> None:
+    """Ragged texts in one batch, one longer than the model reads; and as they are, without the activation."""
+    folder = folders(name)
+    scoring, reference = engine.load(folder, FAMILY), oracle(folder)
+    texts = [text for text in ragged_documents(16, longest=120) if text or name != "qwen2 causal"]
+    texts.append("river mountain " * 400)
+    scoring.record(table, f"text-classifier {name}", check(scoring.found(texts), reference(texts)))
+    check(scoring.found(texts, raw_scores=True), reference(texts, function_to_apply="none"))
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_a_pair_is_read_as_the_pipeline_reads_it(name: str, engine: ScoringEngine, folders: Folders) -> None:
+    """Beside texts that are alone, in one batch."""
+    folder = folders(name)
+    scoring, reference = engine.load(folder, FAMILY), oracle(folder)
+    lefts = ragged_documents(10, longest=60)
+    rights = [text or "winter" for text in ragged_documents(10, seed=1, longest=60)]  # transformers takes an empty one for none
+    pairs = [Input(left, pair=right) for left, right in zip(lefts, rights, strict=True)]
+    found = scoring.found([*pairs, *lefts])
+    check(found[: len(pairs)], reference([{"text": left, "text_pair": right} for left, right in zip(lefts, rights, strict=True)]))
+    check(found[len(pairs) :], reference(lefts))
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem_type"),
+    [(("good",), None), (("good", "bad"), None), (NAMES, "multi_label_classification"), (("stars",), "regression"), (NAMES, "regression")],
+)
+def test_the_activation_is_the_one_that_the_model_names(
+    labels: tuple[str, ...], problem_type: str | None, engine: ScoringEngine, folders: Folders
+) -> None:
+    folder = folders("bert", labels, problem_type)
+    texts = ragged_documents(6)
+    check(engine.load(folder, FAMILY).found(texts), oracle(folder)(texts))
+    check(engine.load(folder, FAMILY, head={"activation": "identity"}).found(texts), oracle(folder)(texts, function_to_apply="none"))
+
+
+def test_a_text_has_the_same_scores_in_any_company(bert: Scoring) -> None:
+    texts = ragged_documents(12, longest=100)
+    for text, found in zip(texts, bert.found(texts), strict=True):
+        (alone,) = bert.found([text])
+        assert shares(found) == pytest.approx(shares(alone), abs=2e-6)
+
+
+def test_a_request_chooses_classes_and_how_many_without_its_mates(bert: Scoring) -> None:
+    texts = ragged_documents(5)
+    everything = bert.found(texts)
+    least = float(np.median([share for found in everything for share in shares(found).values()]))
+    asked = [
+        Asked(texts, None, {"labels": ["joy", "calm"]}), Asked(texts, None, {"threshold": least}), Asked(texts[:1], None, {}),
+        Asked(texts[:2], None, {"labels": ["joy", "sorrow"]}),
+    ]  # fmt: skip
+    chosen, above, plain, unknown = bert.run(asked)
+    for all_classes, few, best in zip(everything, chosen, above, strict=True):
+        assert isinstance(few, Ok)
+        assert isinstance(best, Ok)
+        expected = {label: pytest.approx(share, abs=2e-6) for label, share in shares(all_classes).items()}
+        assert shares(few.data or {}) == {label: expected[label] for label in expected if label in ("joy", "calm")}
+        assert shares(best.data or {}) == {label: expected[label] for label, share in shares(all_classes).items() if share >= least}
+    assert isinstance(plain[0], Ok)
+    for outcome in unknown:
+        assert isinstance(outcome, Failed)
+        assert (outcome.error.code, outcome.error.param) == ("INVALID_INPUT", "labels")
+        assert "anger, joy, fear, calm" in outcome.error.message
+        assert "sorrow" not in outcome.error.message
+
+
+def test_an_option_of_another_family_is_refused(bert: Scoring) -> None:
+    with pytest.raises(InvalidInput, match="multi_label"):
+        bert.found(["a"], multi_label=True)
+    with pytest.raises(InvalidInput, match="raw_scores"):
+        bert.found(["a"], raw_scores="yes")

@@ -1,0 +1,141 @@
+"""An air-gap archive where there is no network: loaded, served and asked, while every connection that anything tries is counted."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import local_models
+import pytest
+from cluster import MODEL, SIE, free_ports, running, until
+from oracle import model_folder
+
+pytestmark = pytest.mark.debian
+
+MODELS = (MODEL, "test/dense")
+TEXTS = ["Hello", "A river runs north beside the old railway, and nobody knows its name."]
+TRACE = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=connect", "-e", "signal=none", "-o")
+_CONNECT = re.compile(r'connect\(\d+, \{sa_family=AF_INET6?, sin6?_port=htons\((\d+)\).*?"([^"]+)"')
+DNS = 53
+
+
+def attempts(trace: Path) -> tuple[list[str], int]:
+    """The connections that were tried to anything but this machine, and to any name server; and how many were tried at all."""
+    lines = [line for line in trace.read_text().splitlines() if "AF_INET" in line]
+    strange = []
+    for line in lines:
+        found = _CONNECT.search(line)
+        if found is None or int(found[1]) == DNS or not ipaddress.ip_address(found[2]).is_loopback:
+            strange.append(line)
+    return strange, len(lines)
+
+
+def asked(url: str) -> dict[str, Any]:
+    """Of each model: its fingerprint and the vectors of TEXTS, each asked for alone, once it is loaded: mates would move the last bits."""
+
+    def answered(model: str, text: str) -> httpx.Response | None:
+        try:
+            found = httpx.post(f"{url}/v1/encode/{model}", json={"items": [{"text": text}]}, timeout=120)
+        except httpx.TransportError:
+            return None
+        return None if found.status_code == 503 else found
+
+    found: dict[str, Any] = {}
+    for model in MODELS:
+        told = []
+        for text in TEXTS:
+            answer = until(lambda model=model, text=text: answered(model, text), 120, f"an answer of {model}")
+            assert isinstance(answer, httpx.Response)
+            assert answer.status_code == 200, answer.text
+            told.append([answer.headers["x-sie-fingerprint"], answer.json()["items"][0]["dense"]["values"]])
+        found[model] = told
+    return found
+
+
+def without_network(*command: str, hidden: tuple[Path, ...] = (), timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run in a network namespace with nothing but loopback, and with these folders empty."""
+    steps = ["ip link set lo up", *(f"mount -t tmpfs none {folder}" for folder in hidden), 'exec "$@"']
+    inside = ["unshare", "--net", "--mount", "sh", "-c", " && ".join(steps), "sh", *command]
+    return subprocess.run(inside, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.timeout(400)
+def test_load_serve_and_encode_try_no_connection_where_there_is_no_network(tmp_path: Path) -> None:
+    """P8: MiniLM and a random model, where neither the package, the folder nor the hub's cache is that they came from.
+
+    1. A machine with everything answers, and makes the archive.
+    2. In a namespace without a route `sie airgap load` and `sie airgap serve` run under strace, the folder being mounted read-only in
+       between, and the same texts are asked.
+    3. Vectors are equal to the last bit, and so are fingerprints; no connection was tried but to loopback, no name was looked up.
+    """
+    office, site = tmp_path / "office", tmp_path / "site"
+    site.mkdir()
+    models = local_models.under(office)
+    models.build("dense")
+    overlay = ["--models-dir", str(models.folder)]
+    with running(tmp_path / "data", "--standalone", "--no-spare", *overlay) as cluster:
+        before = asked(cluster.url)
+    archive = site / "models.tar"
+    subprocess.run([SIE, "airgap", "create", "--models", ",".join(MODELS), "-o", str(archive), *overlay], check=True, timeout=60)
+    port, worker_port = free_ports(2)
+    folder = str(site / "airgap")
+    load = [*TRACE, str(site / "load.txt"), SIE, "airgap", "load", str(archive), "--folder", folder]
+    serve = [
+        *TRACE, str(site / "serve.txt"), SIE, "airgap", "serve", "--folder", folder, "--port", str(port), "--data-dir",
+        str(site / "data"), "--gateway-metrics-port", "0", "--worker-metrics-port", str(worker_port), "--no-spare", "--exit-with-parent",
+    ]  # fmt: skip
+    script = f"""
+import json, subprocess, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import psutil
+from test_airgap import asked
+subprocess.run({load!r}, check=True, stdout=sys.stderr)
+for how in (["--bind", {folder!r}], ["-o", "remount,ro,bind"]):
+    subprocess.run(["mount", *how, {folder!r}], check=True)
+serve = subprocess.Popen({serve!r}, stdout=sys.stderr)
+try:
+    print(json.dumps(asked("http://127.0.0.1:{port}")))
+finally:
+    for child in psutil.Process(serve.pid).children():
+        child.terminate()
+    status = serve.wait(30)
+sys.exit(status)
+"""
+    done = without_network(sys.executable, "-c", script, hidden=(office, model_folder()))
+    assert done.returncode == 0, done.stderr[-5000:]
+    after = json.loads(done.stdout)
+    assert after.keys() == before.keys()
+    for model in MODELS:
+        assert after[model] == before[model], model
+    for trace in ("load.txt", "serve.txt"):
+        strange, _ = attempts(site / trace)
+        assert strange == [], trace
+    assert attempts(site / "serve.txt")[1] > 0  # its own processes, over loopback
+
+
+def test_a_connection_that_is_tried_is_counted(tmp_path: Path) -> None:
+    """The count of the test above sees a look-up, an address and IPv6, though none of them leads anywhere."""
+    code = """
+import socket
+for reach in (lambda: socket.getaddrinfo("huggingface.co", 443), lambda: socket.create_connection(("192.0.2.1", 443), 2),
+              lambda: socket.create_connection(("2001:db8::1", 443), 2), lambda: socket.create_connection(("127.0.0.1", 9), 2)):
+    try:
+        reach()
+    except OSError:
+        pass
+"""
+    done = without_network(*TRACE, str(tmp_path / "trace.txt"), sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    strange, count = attempts(tmp_path / "trace.txt")
+    text = "\n".join(strange)
+    assert "htons(53)" in text
+    assert "192.0.2.1" in text
+    assert "2001:db8::1" in text
+    assert count > len(strange)  # that to loopback is none

@@ -1,0 +1,460 @@
+"""Public clients as their users install them, unmodified, against a running cluster: what they get, and what they make of errors.
+
+Each client gives the vectors, or the scores, that the native route gives, bit for bit: one text at a time on an idle cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import gc
+import gzip
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from cluster import Cluster, running, until
+from local_models import LocalModels
+
+from sie_contracts import arrays
+from sie_gateway.dialects import vocabulary
+
+# of the clients' own
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("DeprecationWarning", "PendingDeprecationWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+]
+
+KEY = secrets.token_urlsafe(16)
+MINI, CROSS, IDS = "test/mini", "test/cross", "test/ids"
+TEXT, LONG = "The river runs past the old mill.", "winter " * 600
+QUERY, DOCUMENTS = "river search queue", ["the winter garden (of music)", "kernel", "river river", "Zürich, 東京 and 😀"]
+# where tiktoken looks for what it would otherwise get from the network: SHA-1 of the address
+CL100K = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
+REJECTED = "sie_gateway_rejected_requests_total"
+HEAVY = Path(__file__).parents[2] / ".venv-clients/bin/python"  # see `make test-long`
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
+    """One request at a time, and only with the key."""
+    models = LocalModels(tmp_path_factory.mktemp("models"), every_family.weights)
+    for name in ("mini", "cross", "m3", "late", "reranker", "classes"):
+        shutil.copy(every_family.folder / f"{name}.yaml", models.folder)
+    models.add("ids", {**json.loads((models.folder / "mini.yaml").read_text()), "id": IDS, "openai_token_encoding": "cl100k_base"})
+    environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": KEY, "SIE_MAX_CONCURRENT_REQUESTS": "1"}
+    with running(tmp_path_factory.mktemp("clients"), *models.arguments, "--no-spare", environ=environ) as cluster:
+        yield cluster
+    gc.collect()  # connections that clients leave open are closed here, where that is no warning of another file's test
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=60, trust_env=False, headers={"authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _no_surprises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No proxy, no telemetry, no vocabulary from the network."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+    monkeypatch.setenv("LANGSMITH_TRACING", "false")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    packed = vocabulary.path("cl100k_base")
+    assert packed is not None
+    (tmp_path / CL100K).write_bytes(gzip.decompress(packed.read_bytes()))
+
+
+def native(client: httpx.Client, text: str, model: str = MINI, **params: Any) -> list[float]:
+    answer = client.post(f"/v1/encode/{model}", json={"items": [text], "params": params}, headers={"accept": "application/msgpack"})
+    assert answer.status_code == 200, answer.text
+    values = arrays.unpack(arrays.decode_msgpack(answer.content))["items"][0]["dense"]["values"]
+    assert values.dtype == np.float32
+    return list(values.tolist())
+
+
+def native_scores(client: httpx.Client, model: str = CROSS, documents: list[str] = DOCUMENTS) -> list[tuple[int, float]]:
+    answer = client.post(f"/v1/score/{model}", json={"query": QUERY, "items": documents})
+    assert answer.status_code == 200, answer.text
+    return [(int(entry["item_id"].removeprefix("item-")), entry["score"]) for entry in answer.json()["scores"]]
+
+
+# the clients: what each is given, and the one way in which each tells of an error
+
+
+def openai_sync(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=retries, timeout=30) as client:
+        answer = client.embeddings.create(model=model, input=text, extra_body=more or None)
+    assert (answer.model, answer.object, answer.data[0].index) == (model, "list", 0)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 2
+    return answer.data[0].embedding
+
+
+def openai_async(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    import openai
+
+    async def run() -> list[float]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=retries, timeout=30) as client:
+            answer = await client.embeddings.create(model=model, input=[text], encoding_format="float", extra_body=more or None)
+        return answer.data[0].embedding
+
+    return asyncio.run(run())
+
+
+def langchain(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    from langchain_openai import OpenAIEmbeddings
+
+    embedder = OpenAIEmbeddings(
+        model=model, base_url=f"{url}/v1", api_key=key, max_retries=retries, check_embedding_ctx_length=False,
+        model_kwargs={"extra_body": more} if more else {},
+    )  # fmt: skip
+    return embedder.embed_documents([text])[0]
+
+
+def haystack(url: str, model: str, text: str, key: str, retries: int) -> list[float]:
+    from haystack.components.embedders import OpenAITextEmbedder
+    from haystack.utils import Secret
+
+    embedder = OpenAITextEmbedder(api_key=Secret.from_token(key), model=model, api_base_url=f"{url}/v1", max_retries=retries, timeout=30)
+    return list(embedder.run(text)["embedding"])
+
+
+def haystack_documents(url: str, model: str, text: str, key: str, retries: int) -> list[float]:
+    from haystack import Document
+    from haystack.components.embedders import OpenAIDocumentEmbedder
+    from haystack.utils import Secret
+
+    embedder = OpenAIDocumentEmbedder(
+        api_key=Secret.from_token(key), model=model, api_base_url=f"{url}/v1", max_retries=retries, timeout=30, progress_bar=False,
+        raise_on_failure=True,
+    )  # fmt: skip
+    (document,) = embedder.run([Document(content=text)])["documents"]
+    assert document.embedding is not None
+    return document.embedding
+
+
+@contextlib.contextmanager
+def cohere_v2(url: str, key: str, retries: int) -> Iterator[Any]:
+    import cohere
+
+    with httpx.Client(timeout=30) as http:
+        yield cohere.ClientV2(key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False)
+
+
+def cohere_embed(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    with cohere_v2(url, key, retries) as client:
+        answer = client.embed(model=model, texts=[text], input_type="search_document", embedding_types=["float"], **more)
+    assert answer.response_type == "embeddings_by_type"
+    return list(answer.embeddings.float_[0])
+
+
+def curl(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    body = json.dumps({"model": model, "input": text, **more})
+    with tempfile.NamedTemporaryFile() as file:  # where the answer to each attempt is written over the one before
+        argv = ["curl", "-sS", "--fail-with-body", "--retry", str(retries), "-w", "%{http_code}", "-o", file.name]
+        argv += [f"{url}/v1/embeddings", "-H", f"Authorization: Bearer {key}", "-d", body]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        told = json.loads(Path(file.name).read_text())
+    if done.returncode:
+        raise Refused(int(done.stdout[-3:]), told)
+    return list(told["data"][0]["embedding"])
+
+
+def cohere_rerank_v2(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
+    with cohere_v2(url, key, retries) as client:
+        answer = client.rerank(model=model, query=QUERY, documents=DOCUMENTS)
+    return [(each.index, each.relevance_score) for each in answer.results]
+
+
+def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
+    import cohere
+
+    with httpx.Client(timeout=30) as http:
+        client = cohere.Client(key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False)
+        answer = client.rerank(model=model, query=QUERY, documents=[{"text": text} for text in DOCUMENTS], return_documents=True)
+    assert [each.document.text for each in answer.results if each.document] == [DOCUMENTS[each.index] for each in answer.results]
+    assert answer.meta is not None
+    assert answer.meta.billed_units is not None
+    assert answer.meta.billed_units.search_units == 1
+    return [(each.index, each.relevance_score) for each in answer.results]
+
+
+def heavy(name: str) -> Callable[..., Any]:
+    """A client that is installed apart."""
+
+    def run(url: str, model: str, text: str, key: str, retries: int) -> Any:
+        inputs = [QUERY, *DOCUMENTS] if name == "litellm-rerank" else [text]
+        script = str(Path(__file__).parents[1] / "clients/heavy.py")
+        environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        argv = [str(HEAVY), script, name, url, key, model, str(retries), *inputs]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=110, env=environ)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout.splitlines()[-1])
+        if "status" in told:
+            raise Refused(told["status"], told["error"])
+        return [tuple(each) for each in told["found"]] if name == "litellm-rerank" else told["found"][0]
+
+    return run
+
+
+class Refused(Exception):
+    """What a client without exceptions was told."""
+
+    def __init__(self, status_code: int, body: Any) -> None:
+        super().__init__(str(body))
+        self.status_code = status_code
+
+
+@dataclass(frozen=True)
+class Client:
+    """`call` of url, model, text, key and retries; `options`: how it says that nothing may be cut, None where it cannot.
+
+    `comes_back`: whether it can be told to try again.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    options: dict[str, Any] | None = None
+    gives: str = "vector"
+    long: bool = False
+    comes_back: bool = True
+
+
+NONE = {"truncate": "NONE"}
+CLIENTS = [
+    Client("openai", openai_sync, NONE), Client("openai async", openai_async, NONE), Client("langchain", langchain, NONE),
+    Client("haystack", haystack), Client("haystack documents", haystack_documents), Client("cohere embed", cohere_embed, NONE),
+    Client("curl", curl, NONE), Client("cohere rerank v2", cohere_rerank_v2, gives="scores"),
+    Client("cohere rerank v1", cohere_rerank_v1, gives="scores"), Client("llama-index", heavy("llama-index"), long=True),
+    Client("litellm", heavy("litellm"), long=True),
+    Client("litellm rerank", heavy("litellm-rerank"), gives="scores", long=True, comes_back=False),
+]  # fmt: skip
+every_client = pytest.mark.parametrize(
+    "public", [pytest.param(each, id=each.name, marks=pytest.mark.long if each.long else ()) for each in CLIENTS]
+)  # fmt: skip
+
+
+def model_of(public: Client) -> str:
+    return MINI if public.gives == "vector" else CROSS
+
+
+def refusal(public: Client, cluster: Cluster, model: str = "", text: str = TEXT, key: str = KEY, **more: Any) -> tuple[int, str]:
+    """The status that the client tells its user, and the words."""
+    with pytest.raises(Exception) as raised:  # each has a tree of its own
+        public.call(cluster.url, model or model_of(public), text, key, 0, **more)
+    error: Any = raised.value
+    while not hasattr(error, "status_code") and error.__cause__ is not None:
+        error = error.__cause__
+    assert hasattr(error, "status_code"), repr(raised.value)
+    return error.status_code, f"{error} {getattr(error, 'body', '')}"
+
+
+@every_client
+def test_each_client_gets_what_the_native_route_gives(public: Client, cluster: Cluster, client: httpx.Client) -> None:
+    """Acceptance 1 and 2: the same text alone has the same bits by every route."""
+    found = public.call(cluster.url, model_of(public), TEXT, KEY, 0)
+    if public.gives == "vector":
+        assert np.array_equal(np.array(found, np.float32), native(client, TEXT))
+    else:
+        assert found == native_scores(client)
+
+
+@every_client
+def test_each_client_tells_of_an_unknown_model(public: Client, cluster: Cluster) -> None:
+    status, words = refusal(public, cluster, "test/minj")
+    assert status == 404
+    assert "no model named" in words
+
+
+@every_client
+def test_each_client_tells_of_a_bad_key(public: Client, cluster: Cluster) -> None:
+    status, words = refusal(public, cluster, key="wrong")
+    assert status == 401
+    assert "token is not known" in words
+
+
+@pytest.mark.parametrize("public", [pytest.param(each, id=each.name) for each in CLIENTS if each.options])
+def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(public: Client, cluster: Cluster, client: httpx.Client) -> None:
+    status, words = refusal(public, cluster, text=LONG, **(public.options or {}))
+    assert status == 400
+    assert "602 tokens, the limit is 256" in words
+    assert ("texts[0]" if public.name == "cohere embed" else "input[0]") in words
+    assert len(public.call(cluster.url, MINI, LONG, KEY, 0)) == 384
+
+
+@contextlib.contextmanager
+def occupied(cluster: Cluster) -> Iterator[None]:
+    """The gateway's only place is taken by an upload that does not end."""
+    with socket.create_connection(("127.0.0.1", cluster.port)) as upload:
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n"
+        upload.sendall(head.encode())
+        until(lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") >= 1, 10, "the upload in progress")
+        yield
+    until(lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") == 0, 10, "the end of the upload")
+
+
+@every_client
+def test_each_client_is_told_of_overload_and_comes_back_by_itself(public: Client, cluster: Cluster, client: httpx.Client) -> None:
+    """Contract 22.3, 23.1: QUEUE_FULL with Retry-After and x-should-retry. A client that may retry waits, and gets its answer."""
+    found: list[Any] = []
+    with occupied(cluster):
+        status, words = refusal(public, cluster)
+        assert status == 503
+        assert "requests are in progress" in words
+        if not public.comes_back:
+            return
+        before = cluster.gateway_metric(REJECTED, reason="concurrency")
+        user = threading.Thread(target=lambda: found.append(public.call(cluster.url, model_of(public), TEXT, KEY, 3)))
+        user.start()
+        until(lambda: cluster.gateway_metric(REJECTED, reason="concurrency") > before, 60, "a refusal")
+    user.join(60)
+    assert found
+    if public.gives == "vector":
+        assert np.array_equal(np.array(found[0], np.float32), native(client, TEXT))
+
+
+# what only some clients can ask
+
+
+def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: httpx.Client) -> None:
+    """Contract 14: order, usage, ids of the model's own tokenizer, dimensions, the models API."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0, timeout=60) as api:
+        texts = [TEXT, "kernel", QUERY]
+        answer = api.embeddings.create(model=MINI, input=texts)
+        assert [entry.index for entry in answer.data] == [0, 1, 2]
+        for entry, text in zip(answer.data, texts, strict=True):
+            assert np.allclose(entry.embedding, native(client, text), atol=1e-6)
+        ids = client.post("/tokenize", json={"model": MINI, "inputs": TEXT}).json()[0]
+        given = [token["id"] for token in ids]
+        by_ids = api.embeddings.create(model=MINI, input=given)
+        assert np.array_equal(np.array(by_ids.data[0].embedding, np.float32), native(client, TEXT))
+        assert by_ids.usage.prompt_tokens == len(given)
+        assert len(api.embeddings.create(model=MINI, input=[given, given[1:-1]], dimensions=384).data) == 2
+        cut = api.embeddings.create(model="test/m3", input=TEXT, dimensions=16)
+        assert np.array_equal(np.array(cut.data[0].embedding, np.float32), native(client, TEXT, "test/m3", dimensions=16))
+        with pytest.raises(openai.BadRequestError) as raised:
+            api.embeddings.create(model=MINI, input=TEXT, dimensions=5)
+        assert (raised.value.code, raised.value.param) == ("invalid_input", "dimensions")
+        with pytest.raises(openai.NotFoundError) as missing:
+            api.embeddings.create(model="test/minj", input=TEXT)
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="wrong", max_retries=0).models.list()
+        assert {model.id for model in api.models.list()} >= {MINI, CROSS}
+        assert api.models.retrieve(MINI).owned_by == "test"
+
+
+def test_langchain_sends_ids_of_openai_and_gets_the_vector_of_its_text(cluster: Cluster, client: httpx.Client) -> None:
+    """Contract 14: with the key of the model's entry a client that cuts texts with a vocabulary of OpenAI's works as it is."""
+    from langchain_openai import OpenAIEmbeddings
+
+    embedder = OpenAIEmbeddings(model=IDS, base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0)  # type: ignore[arg-type]
+    found = embedder.embed_documents([TEXT])
+    assert np.array_equal(np.array(found[0], np.float32), native(client, TEXT))
+    assert np.allclose(embedder.embed_query("kernel"), native(client, "kernel"), atol=1e-6)
+    assert np.allclose(asyncio.run(embedder.aembed_documents([TEXT, QUERY])), [native(client, each) for each in (TEXT, QUERY)], atol=1e-6)
+
+
+def test_cohere_gets_every_type_out_of_one_run(cluster: Cluster, client: httpx.Client) -> None:
+    """Contract 16: types of one run, with what they are to be read with; 2.3: the worker's own conversion gives the same codes."""
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    with cohere_v2(cluster.url, KEY, 0) as api:
+        answer = api.embed(model=MINI, texts=[TEXT, "kernel"], input_type="clustering", embedding_types=types)
+    found = answer.embeddings
+    assert (answer.texts, answer.meta.billed_units.input_tokens) == ([TEXT, "kernel"], 13)
+    raw = client.post("/v2/embed", json={"model": MINI, "texts": [TEXT], "input_type": "search_document", "embedding_types": types}).json()
+    alone = np.array(native(client, TEXT), np.float32)
+    assert np.array_equal(np.frombuffer(base64.b64decode(raw["embeddings"]["base64"][0]), "<f4"), alone)
+    for name in ("int8", "uint8", "ubinary"):
+        slot = client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()["items"][0]["dense"]
+        assert raw["embeddings"][name][0] == slot["values"]
+        scales = raw.get("embeddings_scale", {}).get(name, {})
+        assert {key: values[0] for key, values in scales.items()} == {key: slot[key] for key in ("scale", "offset") if key in slot}
+    assert [value + 128 for value in raw["embeddings"]["binary"][0]] == raw["embeddings"]["ubinary"][0]
+    assert len(found.int8[1]) == 8 * len(found.binary[1]) == 8 * len(found.ubinary[1]) == len(found.uint8[1]) == len(found.float_[1]) == 384
+    assert len(base64.b64decode(found.base64[0])) == 4 * 384
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+@pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
+def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Client, path: str, model: str) -> None:
+    """Contract 15: whatever the scale of the model; the scale itself on demand; documents by the route's own default."""
+    scores = native_scores(client, model)
+    body = {"model": model, "query": QUERY, "documents": DOCUMENTS}
+    found = client.post(path, json=body).json()
+    assert [each["index"] for each in found["results"]] == [index for index, _ in scores]
+    assert all(0 <= each["relevance_score"] <= 1 for each in found["results"])
+    assert ("document" in found["results"][0]) == (path != "/v2/rerank")
+    raw = client.post(path, json={**body, "raw_scores": True, "top_n": 2, "return_documents": True}).json()
+    expected = [(index, pytest.approx(score)) for index, score in scores[:2]]
+    assert [(each["index"], each["relevance_score"]) for each in raw["results"]] == expected
+    assert raw["results"][0]["document"] == {"text": DOCUMENTS[scores[0][0]]}
+    assert (found["object"], found["model"], found["meta"]["billed_units"]) == ("rerank", model, {"search_units": 1})
+    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize("model", [CROSS, "test/m3", "test/late", "test/reranker"])
+def test_a_document_is_read_up_to_the_tokens_that_it_may_have(client: httpx.Client, model: str) -> None:
+    """Contract 15: max_tokens_per_doc cuts documents, never the query, and what was cut is told."""
+    words = "river winter kernel music garden river search queue winter"
+    ids = client.post("/tokenize", json={"model": model, "inputs": words, "add_special_tokens": False}).json()[0]
+    short = words.encode()[: ids[4]["stop"]].decode()
+
+    def ask(documents: list[str], **more: Any) -> Any:
+        return client.post("/v2/rerank", json={"model": model, "query": QUERY, "documents": documents, **more}).json()
+
+    cut, alone, whole = ask([words], max_tokens_per_doc=5), ask([short]), ask([words])
+    assert cut["results"] == alone["results"] != whole["results"]
+    assert (cut["usage"]["truncated_items"], alone["usage"]["truncated_items"]) == ([0], [])
+    assert cut["usage"]["total_tokens"] == alone["usage"]["total_tokens"]
+
+
+def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.Client) -> None:
+    """Contract 15: rank_fields of Cohere v1."""
+    documents = [{"title": "river", "body": "kernel", "year": 1999}, {"body": "music", "title": "winter"}]
+    asked = {"model": CROSS, "query": QUERY, "documents": documents, "rank_fields": ["title", "year", "body"], "max_chunks_per_doc": 4}
+    found = client.post("/v1/rerank", json=asked).json()
+    plain = client.post("/v1/rerank", json={"model": CROSS, "query": QUERY, "documents": ["river\n1999\nkernel", "winter\nmusic"]}).json()
+    assert found["results"] == plain["results"]
+    assert found["warnings"][0].startswith("max_chunks_per_doc: ignored")
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str) -> None:
+    """Contract 17.3: the classes of TEI's route, in Infinity's shape; the logits on demand. The only classifier need not be named."""
+    texts = [TEXT, "kernel"]
+    found = client.post(path, json={"model": "test/classes", "input": texts}).json()
+    alone = [client.post("/tei/test/classes/predict", json={"inputs": text}).json() for text in texts]
+    for classes, expected in zip(found["data"], alone, strict=True):
+        assert [each["label"] for each in classes] == [each["label"] for each in expected]
+        assert [each["score"] for each in classes] == pytest.approx([each["score"] for each in expected], abs=1e-6)
+    assert (found["object"], found["model"], found["id"].partition("-")[0]) == ("classify", "test/classes", "classify")
+    assert found["usage"]["total_tokens"] > 2 * len(texts)
+    raw = client.post(path, json={"input": texts[0], "raw_scores": True}).json()["data"][0]
+    assert np.log(found["data"][0][0]["score"] / found["data"][0][1]["score"]) == pytest.approx(raw[0]["score"] - raw[1]["score"], abs=1e-4)
+
+
+def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluster) -> None:
+    """Contract 14, 22.1: a wrong key on the OpenAI route has the lower-case code, on Cohere's the other."""
+    for path, code in (("/v1/embeddings", "unauthenticated"), ("/v1/rerank", "UNAUTHENTICATED"), ("/v2/embed", "UNAUTHENTICATED")):
+        answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False)
+        assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (401, code, "UNAUTHENTICATED")
+        assert answer.headers["www-authenticate"] == "Bearer"

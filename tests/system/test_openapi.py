@@ -1,0 +1,222 @@
+"""The OpenAPI document: whole, valid, and true of a running gateway, which schemathesis asks whatever the document allows, and what not."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import msgspec
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
+from stack import Plan, Stack
+
+from sie_gateway.auth import OPEN, ROUTES
+
+MODEL = "toy/one"
+Document = dict[str, Any]
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]
+ANSWERED_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    defaults = ",".join(f"{name}={MODEL}" for name in ("embed", "embed_sparse", "embed_all", "rerank", "predict"))
+    environ = {"SIE_DEFAULT_MODELS": defaults, "SIE_GATEWAY_CONFIGURED_GPUS": "cpu"}
+    with Stack(tmp_path_factory.mktemp("openapi"), Plan(environ=environ)) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=stack.urls[0], timeout=ANSWERED_S, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client: httpx.Client) -> Document:
+    found: Document = client.get("/openapi.json").json()
+    return found
+
+
+def operations(document: Document) -> Iterator[tuple[str, str, Document]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def schema_of(document: Document, schema: Any) -> jsonschema_rs.Validator:
+    """`schema`, which may refer to the components of the document."""
+    return jsonschema_rs.validator_for({"components": document["components"], "allOf": [schema]})
+
+
+def test_the_document_is_valid_and_has_a_summary_of_each_operation(document: Document) -> None:
+    assert document["openapi"].startswith("3.1")
+    OPENAPI_31_VALIDATOR.validate(document)
+    names = Counter(operation["operationId"] for _, _, operation in operations(document))
+    assert set(names.values()) == {1}
+    for method, path, operation in operations(document):
+        assert operation["summary"], (method, path)
+        assert operation["tags"], (method, path)
+        declared = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"}
+        assert declared == set(re.findall(r"\{(\w+)\}", path)), (method, path)
+
+
+def test_all_that_is_served_is_documented_and_nothing_else(document: Document) -> None:
+    """The table of scopes is what a gateway lets through."""
+    served = {(method.lower(), row.path.replace(":path", "")) for row in ROUTES if row.served for method in row.methods.split()}
+    documented = {(method, path) for method, path, _ in operations(document)}
+    assert documented == served
+
+
+def test_what_is_never_behind_a_token_says_so(document: Document) -> None:
+    free = {(method, path) for method, path, operation in operations(document) if operation.get("security") == [{}]}
+    assert free == {(row.methods.lower(), row.path) for row in ROUTES if row.scope == OPEN}
+
+
+def test_every_body_and_every_json_reply_has_an_example_that_fits_its_schema(document: Document) -> None:
+    for method, path, operation in operations(document):
+        contents = [operation["requestBody"]["content"]] if "requestBody" in operation else []
+        assert contents or method != "post" or path.endswith("/renew"), path
+        contents += [answer["content"] for status, answer in operation["responses"].items() if status in ("200", "201")]
+        for content in contents:
+            told = content.get("application/json")
+            if told is not None and path != "/openapi.json":
+                assert "example" in told, (method, path)
+                schema_of(document, told["schema"]).validate(told["example"])
+        for parameter in operation.get("parameters", ()):
+            assert parameter["in"] != "path" or "example" in parameter, (method, path)
+
+
+def test_the_examples_of_requests_work(document: Document, client: httpx.Client) -> None:
+    """As they stand, but for the model: a success, or what a model of another kind says."""
+    for method, path, operation in operations(document):
+        body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+        if body is None or path == "/v1/pools":
+            continue
+        body = {**body, "model": MODEL} if "model" in body else body
+        answer = client.request(method, path.replace("{model}", MODEL), json=body)
+        told = f"{path}: {answer.status_code} {answer.text[:300]}"
+        if answer.status_code == 200:
+            schema_of(document, operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer.json())
+        else:
+            assert answer.json()["detail"]["reason"].startswith("unsupported_"), told
+
+
+def test_the_page_and_what_it_needs_are_served(client: httpx.Client) -> None:
+    """Nothing of it comes from elsewhere."""
+    page = client.get("/docs")
+    assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
+    needed = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert any("swagger-ui" in each for each in needed)
+    for path in needed:
+        assert path.startswith("/docs/static/"), path
+        found = client.get(path)
+        assert (found.status_code, bool(found.content)) == (200, True), path
+    assert "/openapi.json" in page.text
+
+
+# all that the document allows
+
+
+@schemathesis.serializer("application/msgpack", "application/x-www-form-urlencoded")
+def as_msgpack(context: Any, value: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, TypeError, UnicodeEncodeError):
+        return b"\xc1"
+
+
+def aimed(document: Document) -> Document:
+    """The document with what makes an answer likely: a model that is there, time enough, msgpack that is made as JSON is, and no
+    reservation that would take the only worker."""
+    found: Document = msgspec.json.decode(msgspec.json.encode(document))
+    for _, path, operation in operations(found):
+        for parameter in operation.get("parameters", ()):
+            if parameter["name"] == "model":
+                parameter["schema"] = {"enum": [MODEL]}
+            elif parameter["name"] == "X-SIE-Timeout-Ms":
+                parameter["schema"] = {"type": "integer", "minimum": 20_000, "maximum": 600_000}
+        content = operation.get("requestBody", {}).get("content", {})
+        body = content.get("application/json")
+        if body is not None:
+            del body["example"]
+            _aim(body["schema"])
+        if "application/msgpack" in content:
+            content["application/msgpack"] = body
+        if path == "/v1/pools" and body is not None:
+            body["schema"]["properties"]["gpus"] = {"type": "object", "required": ["cpu"], "properties": {"cpu": {"enum": [2, 3]}}}
+    return found
+
+
+def _aim(schema: Document) -> None:
+    for each in (schema, *schema.get("anyOf", ())):
+        if "model" in each.get("properties", {}):
+            each["properties"]["model"] = {"enum": [MODEL]}
+
+
+def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, int]]:
+    """Ask `count` times what each operation allows, and as often what it does not. Raises AssertionError for what must not be answered."""
+    schema = schemathesis.openapi.from_dict(aimed(document))
+    seen: Counter[tuple[str, int]] = Counter()
+    failures: list[str] = []
+    session = requests.Session()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if operation.path.startswith("/ws/"):  # a handshake, which tests/unit/test_status.py makes
+            continue
+        # a path alone is hardly ever wrong
+        for mode in GenerationMode if operation.body or operation.query else (GenerationMode.POSITIVE,):
+
+            @settings(
+                max_examples=count, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: Case) -> None:
+                answer = case.call_and_validate(base_url=stack.urls[0], session=session, checks=CHECKS, timeout=ANSWERED_S)
+                seen[case.operation.label, answer.status_code] += 1
+
+            try:
+                ask()
+            except FailureGroup as error:  # all operations are asked before anything is told
+                failures.append(f"{operation.label} ({mode.value}): {error}"[:3000])
+    assert not failures, "\n\n".join(failures) + stack.log(100)
+    return seen
+
+
+def summed(seen: Mapping[tuple[str, int], int]) -> dict[str, dict[int, int]]:
+    labels = sorted({label for label, _ in seen})
+    return {label: {status: count for (each, status), count in sorted(seen.items()) if each == label} for label in labels}
+
+
+@pytest.mark.timeout(300)
+def test_whatever_is_asked_is_answered_as_documented(stack: Stack, document: Document) -> None:
+    seen = asked(stack, document, 3)
+    print("\n", summed(seen))
+    succeeded = {label for label, status in seen if status < 300}
+    assert {"GET /v1/models", "POST /v1/encode/{model}", "GET /health"} <= succeeded
+    assert sum(label.startswith("POST") for label in succeeded) >= 5  # so that what is generated does reach the models
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_however_often_it_is_asked(stack: Stack, document: Document) -> None:
+    seen = asked(stack, document, 200)
+    print("\n", summed(seen))
+    assert sum(seen.values()) > 10_000

@@ -1,0 +1,126 @@
+"""Reservations before a real broker and real processes: two gateways, two workers, fixed costs. One cluster for the whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from cluster import until
+from stack import Device, Plan, Stack
+
+MODEL = "toy/one"
+SPEC = {"name": "team", "gpus": {"cpu": 1}}
+FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "250", "SIE_HEARTBEAT_TIMEOUT_MS": "2000", "SIE_LOAD_HOLD_S": "2"}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    plan = Plan(gateways=2, workers=[Device(batch_ms=1.0), Device(batch_ms=1.0)], environ=FAST)
+    with Stack(tmp_path_factory.mktemp("pools"), plan) as stack:
+        yield stack
+
+
+def call(stack: Stack, method: str, path: str, gateway: int = 0, **more: object) -> httpx.Response:
+    return httpx.request(method, stack.urls[gateway] + path, timeout=30, trust_env=False, **more)  # type: ignore[arg-type]
+
+
+def encode(stack: Stack, pool: str, gateway: int = 0) -> httpx.Response:
+    headers = {"X-SIE-Pool": pool} if pool else {}
+    return call(stack, "POST", f"/v1/encode/{MODEL}", gateway, json={"items": ["x"]}, headers=headers)
+
+
+def workers_of(stack: Stack, name: str, gateway: int = 0, state: str = "active") -> list[str]:
+    """Those of the reservation, empty while it is not in this state."""
+    pool = call(stack, "GET", f"/v1/pools/{name}", gateway).json()
+    if pool.get("status", {}).get("state") != state:
+        return []
+    return [worker["name"] for worker in pool["status"]["assigned_workers"]]
+
+
+def pool_of(stack: Stack, worker: str) -> str:
+    """What the worker itself tells, as gateways show it, while it is healthy."""
+    return next((info["pool"] for info in call(stack, "GET", "/health").json()["workers"] if info["name"] == worker), "")
+
+
+def streams(stack: Stack) -> set[str]:
+    """Of work, as the broker's monitor tells."""
+    found = httpx.get(f"{stack.monitor_urls[0]}/jsz?streams=true", timeout=5, trust_env=False).json()
+    names = {stream["name"] for account in found.get("account_details", []) for stream in account.get("stream_detail") or []}
+    return {name for name in names if name.startswith("WORK_")}
+
+
+def free(stack: Stack) -> bool:
+    return [pool_of(stack, f"w{number}") for number in range(2)] == ["_default", "_default"]
+
+
+def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(stack: Stack) -> None:
+    """1. Reserved over one gateway, served over both. 2. The lease ends: requests are told so, the worker is back, the stream gone."""
+    until(lambda: free(stack), 30, "both workers serve the default pool")
+    assert call(stack, "POST", "/v1/pools", json={**SPEC, "ttl_seconds": 6}).status_code == 201
+    for gateway in range(2):
+        until(lambda gateway=gateway: workers_of(stack, "team", gateway), 20, "active")
+    [mine] = workers_of(stack, "team")
+    [other] = {"w0", "w1"} - {mine}
+    for gateway in range(2):
+        answers = [encode(stack, "team", gateway) for _ in range(3)]
+        assert [(answer.status_code, answer.headers["x-sie-worker"]) for answer in answers] == [(200, mine)] * 3
+        answers = [encode(stack, "", gateway) for _ in range(3)]
+        assert [(answer.status_code, answer.headers["x-sie-worker"]) for answer in answers] == [(200, other)] * 3
+    assert streams(stack) == {"WORK__default", "WORK_team"}
+    until(lambda: call(stack, "GET", "/v1/pools/team").status_code == 404, 20, "the end of the lease")
+    until(lambda: encode(stack, "team", 1).json().get("code") == "POOL_NOT_FOUND", 5, "also at the other gateway")
+    until(lambda: free(stack), 20, "both workers serve the default pool again")
+    until(lambda: streams(stack) == {"WORK__default"}, 20, "the stream is removed")
+
+
+def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> None:
+    """Both gateways are killed and start again: the same lease, the same worker, which never stopped serving it."""
+    assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201
+    until(lambda: workers_of(stack, "team"), 20, "active")
+    before = call(stack, "GET", "/v1/pools/team").json()
+    for gateway in stack.gateways:
+        gateway.kill()
+    for gateway in stack.gateways:
+        gateway.start()
+    for gateway in stack.gateways:
+        gateway.wait_ready()
+    for number in range(2):
+        until(lambda number=number: call(stack, "GET", "/v1/pools/team", number).json() == before, 20, "the same pool")
+        assert encode(stack, "team", number).status_code == 200
+    renewed = call(stack, "POST", "/v1/pools/team/renew", 1).json()
+    assert renewed["expires_at"] > before["status"]["expires_at"]
+    assert call(stack, "DELETE", "/v1/pools/team", 1).json() == {"message": "Pool deleted"}
+    assert call(stack, "POST", "/v1/pools", json=SPEC).status_code == 201  # the name is free, also while the worker still leaves
+    until(lambda: workers_of(stack, "team"), 20, "active again")
+    assert encode(stack, "team").status_code == 200
+    assert call(stack, "DELETE", "/v1/pools/team").status_code == 200
+    until(lambda: free(stack), 20, "both workers serve the default pool again")
+
+
+def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(stack: Stack) -> None:
+    """1. Both workers are reserved, one each. 2. One dies: pending; requests wait, then are told that a worker has to start. 3. The other
+    reservation ends, and its worker takes the place."""
+    for name in ("team", "spare"):
+        assert call(stack, "POST", "/v1/pools", json={**SPEC, "name": name}).status_code == 201
+        until(lambda name=name: workers_of(stack, name), 20, f"{name} is active")
+    [gone], [left] = workers_of(stack, "team"), workers_of(stack, "spare")
+    worker = stack.workers[int(gone.removeprefix("w"))]
+    worker.sidecar.kill()
+    worker.adapter.kill()
+    until(lambda: call(stack, "GET", "/v1/pools/team").json()["status"]["state"] == "pending", 20, "pending")
+    answer = encode(stack, "team")
+    assert (answer.status_code, answer.json()["code"]) == (503, "PROVISIONING")
+    scaling = call(stack, "GET", "/v1/scaling/_default.cpu.default").json()
+    assert (scaling["reserved"], scaling["demand"], scaling["ready_workers"]) == (2, 1, 0)
+    assert call(stack, "DELETE", "/v1/pools/spare").status_code == 200
+    until(lambda: workers_of(stack, "team") == [left], 20, "the other worker took the place")
+    answer = encode(stack, "team", 1)
+    assert (answer.status_code, answer.headers["x-sie-worker"]) == (200, left)
+    worker.adapter.start()
+    worker.sidecar.start()
+    worker.adapter.wait_ready()
+    worker.sidecar.wait_ready()
+    until(lambda: pool_of(stack, gone) == "_default", 20, "the first worker serves the default pool")
+    assert workers_of(stack, "team") == [left]
+    assert encode(stack, "").headers["x-sie-worker"] == gone

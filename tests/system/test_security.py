@@ -1,0 +1,474 @@
+"""Tokens guard the API and are seen nowhere else, nor is what clients send. What is not HTTP, or means harm, gets a typed refusal and costs
+nothing. One `sie serve` in SIE_AUTH_MODE=token for the whole file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import re
+import secrets
+import socket
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from cluster import MODEL, Cluster, running, until
+from websockets.sync.client import connect
+
+from sie_contracts.runtime.http import HEAD_S
+
+ADMIN, USER = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(2))
+MARK = f"canary{secrets.token_hex(6)}"  # in everything that is nobody's business
+NAMED = f"named{secrets.token_hex(6)}"  # in names of models, options and pools: errors may say them, logs and metrics may not
+IDLE, SLOW = 1000, 200
+ANSWER = re.compile(rb"HTTP/1\.1 (\d+) ")
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environ = {"SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": USER, "SIE_ADMIN_TOKEN": ADMIN}
+    with running(tmp_path_factory.mktemp("security"), "--no-spare", environ=environ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, headers={"authorization": f"Bearer {USER}"}, timeout=60) as client:
+        yield client
+
+
+@dataclass
+class Crowd:
+    """Connections that are there while all tests of this file run: `idle` have asked once, `slow` never finish to."""
+
+    idle: list[socket.socket]
+    slow: list[socket.socket]
+    began_s: float
+
+
+@pytest.fixture(scope="module", autouse=True)
+def crowd(cluster: Cluster) -> Iterator[Crowd]:
+    with contextlib.ExitStack() as held:
+
+        def opened(sent: bytes) -> socket.socket:
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", cluster.port), timeout=10))
+            connection.sendall(sent)
+            return connection
+
+        idle = [opened(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(IDLE)]
+        for connection in idle:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        began_s = time.monotonic()
+        yield Crowd(idle, [opened(b"POST /v1/encode/m HTTP/1.1\r\nhost: x\r\nx: " + b"y" * number) for number in range(SLOW)], began_s)
+
+
+def refused(answer: httpx.Response, *codes: str) -> Json:
+    """The error of a typed refusal: one envelope, its code in the header, nothing of what was sent."""
+    assert 400 <= answer.status_code < 500 or answer.status_code == 503, f"{answer.status_code} {answer.text[:300]}"
+    assert answer.headers["content-type"].startswith("application/json"), answer.text[:300]
+    body: Json = answer.json()
+    assert MARK not in answer.text
+    assert USER not in answer.text
+    assert not codes or body["code"] in codes, body
+    assert answer.headers["x-sie-error-code"].upper() == body["code"].upper()
+    return body
+
+
+# tokens
+
+
+def test_static_tokens_open_what_their_scopes_say(cluster: Cluster) -> None:
+    """X2, X14: also beside keys, of which there are none."""
+
+    def status(token: str | None) -> int:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return cluster.encode(["Hello"], **headers).status_code
+
+    assert [status(token) for token in (None, "wrong", USER, ADMIN)] == [401, 401, 200, 200]
+    answer = cluster.encode(["Hello"])
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["type"] == "authentication_error"
+    assert httpx.get(f"{cluster.url}/health").status_code == 401
+    assert httpx.get(f"{cluster.url}/readyz").status_code == 200
+    assert httpx.get(f"{cluster.url}/metrics", headers={"authorization": USER}).status_code == 404
+
+
+def test_the_export_wants_the_read_or_the_admin_token(cluster: Cluster) -> None:
+    """X14: a user's token is not enough."""
+    url = httpx.get(f"{cluster.url}/health", headers={"authorization": USER}).json()["config_url"] + "/v1/configs/export"
+    statuses = [httpx.get(url, headers={"authorization": f"Bearer {token}"}).status_code for token in (USER, ADMIN)]
+    assert statuses == [401, 200]
+
+
+def test_no_process_but_those_that_need_it_has_the_admin_token(cluster: Cluster) -> None:
+    """X11, X14: neither in an environment of a worker or the broker, nor in any command line."""
+    for role in ("sidecar", "adapter", "nats-server"):
+        for pid in cluster.pids(role):
+            values = psutil.Process(pid).environ().values()
+            assert ADMIN not in values, role
+            assert USER not in values, role
+    for role in ("gateway", "config", "sidecar", "adapter", "nats-server"):
+        for pid in cluster.pids(role):
+            line = " ".join(psutil.Process(pid).cmdline())
+            assert ADMIN not in line
+            assert USER not in line
+
+
+def test_static_without_a_token_does_not_start(tmp_path: Path) -> None:
+    """X2: fail closed."""
+    cluster = Cluster(tmp_path, "--auth-mode", "static")
+    with pytest.raises(AssertionError, match="SIE_AUTH_MODE: static needs SIE_AUTH_TOKEN"):
+        cluster.start()
+    assert cluster.process is not None
+    assert cluster.process.wait(5) == 2
+
+
+# what clients send is seen nowhere else
+
+
+def encode_of(item: Any, **fields: Any) -> Json:
+    return {"items": [item], **fields}
+
+
+def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
+    """Name, path, body and headers of requests with the mark in one place each; right ones and wrong ones."""
+    encode, other = f"/v1/encode/{MODEL}", f"/v1/encode/{NAMED}/{NAMED}"
+    item = {"text": f"{MARK} text", "id": f"{MARK}-id", "metadata": {f"{MARK}-key": [f"{MARK}-value"]}}
+    right: list[tuple[str, Any]] = [
+        ("all of an item", encode_of(item)),
+        ("an instruction", encode_of("a", instruction=f"{MARK} instruction")),
+        ("a template", encode_of("a", options={"doc_template": MARK + " {text}"})),
+        ("a long text", encode_of(f"{MARK} " * 3000)),
+        ("beside other characters", encode_of(f"{MARK}\U0001f600\0\u2028")),
+    ]
+    wrong: list[tuple[str, Any]] = [
+        ("an item that is none", encode_of({MARK: MARK})),
+        ("a number for a text", encode_of({"text": {MARK: 1}})),
+        ("a text for a list", {"items": MARK}),
+        ("too long a text", encode_of(f"{MARK} " * 3000, truncate=False)),
+        ("an id that is none", encode_of({"text": "a", "id": {MARK: MARK}})),
+        ("an image that is none", encode_of({"images": [{"data": MARK}]})),
+        ("a document", encode_of({"document": MARK})),
+        ("metadata alone", encode_of({"metadata": {MARK: MARK}})),
+        ("a key in place of a list", {MARK: [1]}),
+        ("an instruction that is a list", encode_of("a", instruction=[MARK])),
+        ("an option that is a map", encode_of("a", options={"pooling": {MARK: MARK}})),
+    ]
+    for name, body in [*right, *wrong]:
+        yield name, encode, body, {}
+        yield f"{name}, msgpack", encode, msgspec.msgpack.encode(body), {"content-type": "application/msgpack"}
+        yield f"{name}, no such model", other, body, {}
+        yield f"{name}, failing", encode, body, {"x-sie-on-item-error": "fail", "x-sie-strict": "true"}
+    yield "one good, one bad", encode, {"items": [MARK, {"id": MARK, "metadata": {"a": MARK}}]}, {}
+    yield "a query", f"/v1/score/{MODEL}", {"query": MARK, "items": [{"text": MARK, "id": MARK}]}, {}
+    yield "labels", f"/v1/extract/{MODEL}", {"items": [MARK], "params": {"labels": [MARK], "output_schema": {MARK: MARK}}}, {}
+    yield "an unknown option", encode, encode_of("a", options={NAMED: MARK}), {"x-sie-strict": "true"}
+    for name, content in (
+        ("cut", b'{"items": ["' + MARK.encode()), ("not JSON", MARK.encode()), ("NaN", b'{"items": ["' + MARK.encode() + b'", NaN]}'),
+        ("no UTF-8", b'{"items": ["' + MARK.encode() + b'\xff"]}'), ("twice", b'{"items": ["' + MARK.encode() + b'"]} {}'),
+    ):  # fmt: skip
+        yield f"a body that is {name}", encode, content, {}
+        yield f"a body that is {name} as msgpack", encode, content, {"content-type": "application/msgpack"}
+    for header in (
+        "x-sie-timeout-ms", "x-sie-priority", "traceparent", "tracestate", "accept", "content-type", "idempotency-key", "user-agent",
+        "x-sie-sdk-version", "x-sie-on-item-error", "x-sie-explain", "cookie", "x-forwarded-for",
+    ):  # fmt: skip
+        yield f"the header {header}", encode, encode_of("a"), {header: MARK}
+    for header in ("x-sie-machine-profile", "x-sie-pool"):
+        yield f"the header {header}", encode, encode_of("a"), {header: NAMED}
+    for path, body in (
+        ("/v1/embeddings", {"model": MODEL, "input": [MARK, ""], "user": MARK}), ("/v1/embeddings", {"model": MODEL, "input": MARK}),
+        ("/v1/embeddings", {"model": NAMED, "input": MARK}), ("/v1/embeddings", {"model": MODEL, "input": {MARK: 1}}),
+        ("/v1/rerank", {"model": MODEL, "query": MARK, "documents": [MARK, {"text": MARK}]}),
+        ("/v2/rerank", {"model": MODEL, "query": [MARK], "documents": MARK}),
+        ("/v2/embed", {"model": MODEL, "input_type": "search_query", "texts": [MARK]}),
+        ("/v2/embed", {"model": MODEL, "texts": {MARK: MARK}}),
+        ("/embed", {"inputs": MARK}), ("/embed", {"inputs": {MARK: MARK}}), ("/tokenize", {"inputs": [MARK], "prompt_name": NAMED}),
+        ("/rerank", {"query": MARK, "texts": [MARK]}), ("/predict", {"inputs": [[MARK, MARK]]}), ("/similarity", {"inputs": MARK}),
+        ("/classify", {"model": MODEL, "input": [MARK]}), ("/decode", {"ids": [MARK]}),
+        ("/v1/pools", {"name": f"{MARK} x", "gpus": {MARK: MARK}}), ("/v1/configs/resolve", {"model": NAMED, MARK: MARK}),
+    ):  # fmt: skip
+        yield f"{path} {list(body)[-1]}", path, body, {}
+
+
+def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client: httpx.Client) -> None:
+    """X4, X11, B4, 27.8: every place of a request, in requests that are right and that are not; then every sink is searched.
+
+    1. requests with a mark in one place each; no error says it; 2. wrong tokens with the mark; 3. no process wrote it into its log or
+    shows it in its metrics, its command line, /health, or the frames of its websockets.
+    """
+    statuses = Counter[int]()
+    for name, path, body, headers in messages():
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = client.post(path, content=content, headers={"content-type": "application/json", **headers})
+        statuses[answer.status_code] += 1
+        if answer.status_code >= 400:
+            assert MARK not in answer.text, f"{name}: {answer.text[:500]}"
+            assert answer.status_code not in (500, 502, 504), f"{name}: {answer.text[:500]}"
+        assert USER not in answer.text, name
+        assert MARK not in str(answer.headers), name
+    assert statuses[200] > 20, statuses
+    assert statuses[400] > 40, statuses
+    for token in (MARK, f"Bearer {MARK}", f"Basic {MARK}", f"Bearer sie_{MARK}"):
+        for path in ("/v1/models", f"/v1/encode/{MODEL}", f"/{MARK}", f"/v1/pools/{MARK}?{MARK}={MARK}"):
+            assert MARK not in cluster_call(cluster, path, token).text
+    asked = f"models/{NAMED}", f"models?task={MARK}&output={MARK}", f"scaling/{NAMED}.a.b", f"pools/assignments?worker={NAMED}", NAMED
+    for path in asked:
+        client.get(f"/v1/{path}")
+    client.request(f"X{NAMED.upper()}"[:20], "/v1/models")
+
+    sinks = {"the log": "\n".join(cluster.lines), "/health": client.get("/health").text}
+    assert all(cluster.said(f"encode {status} in") for status in (200, 400)), "the log is all there"
+    ports = [port for line in cluster.lines if (found := line.partition("metrics on ")[2]).isdigit() for port in [int(found)]]
+    config = urlsplit(client.get("/health").json()["config_url"])
+    sidecar = f"127.0.0.1:{cluster.worker_port}"
+    for name, address in (("gateway", f"127.0.0.1:{ports[-1]}"), ("sidecar", sidecar), ("config", config.netloc)):
+        sinks[f"metrics of {name}"] = httpx.get(f"http://{address}/metrics").text
+        assert "# HELP" in sinks[f"metrics of {name}"]
+    for path in ("/ws/cluster-status", "/ws/status"):
+        with connect(cluster.url.replace("http", "ws") + path, additional_headers={"authorization": f"Bearer {USER}"}) as socket_:
+            sinks[path] = "\n".join(str(socket_.recv(timeout=10)) for _ in range(2))
+    for role in ("gateway", "config", "sidecar", "adapter", "nats-server"):
+        for pid in cluster.pids(role):
+            sinks[f"command line of {role}"] = " ".join(psutil.Process(pid).cmdline())
+    for sink, text in sinks.items():
+        for secret in (MARK, NAMED, NAMED.upper(), USER, ADMIN):
+            found = text.find(secret)
+            assert found < 0, f"{sink}: ...{text[max(0, found - 200) : found + 200]}..."
+
+
+def cluster_call(cluster: Cluster, path: str, token: str) -> httpx.Response:
+    return httpx.get(cluster.url + path, headers={"authorization": token}, timeout=10)
+
+
+# what means harm
+
+
+def raw(cluster: Cluster, sent: bytes) -> bytes:
+    """All that comes back until the server closes, or is quiet for a second."""
+    with socket.create_connection(("127.0.0.1", cluster.port), timeout=1) as connection:
+        connection.sendall(sent)
+        arrived = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while piece := connection.recv(65536):
+                arrived += piece
+        return arrived
+
+
+def head(path: str, *headers: str, method: str = "GET") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"authorization: {USER}", "connection: close", *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1")
+
+
+@pytest.mark.parametrize("given", ["a\tb", "\x7f", "é", "x" * 129, "", "a\x00b"])
+def test_a_request_id_that_is_no_printable_ascii_is_not_echoed(cluster: Cluster, given: str) -> None:
+    arrived = raw(cluster, head("/v1/models", f"x-request-id: {given}"))
+    found = dict(line.split(b": ", 1) for line in arrived.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")[1:])
+    assert found[b"x-request-id"] == found[b"x-sie-request-id"]
+    assert len(found[b"x-request-id"]) == 36
+
+
+@pytest.mark.parametrize("given", ["good", "x" * 128, "a: b; c=d", '"><script>'])
+def test_a_request_id_of_printable_ascii_is_echoed(cluster: Cluster, given: str) -> None:
+    assert f"x-request-id: {given}\r\n".encode() in raw(cluster, head("/v1/models", f"x-request-id: {given}"))
+
+
+@pytest.mark.parametrize("value", ["x\r\nx-forged: 1", "x\nx-forged: 1", "x\rx-forged: 1", "x%0d%0ax-forged: 1"])
+@pytest.mark.parametrize("place", ["x-request-id", "x-sie-pool", "traceparent", "path", "query"])
+def test_no_header_can_be_forged(cluster: Cluster, place: str, value: str) -> None:
+    if place in ("path", "query"):
+        sent = head(f"/v1/models{'?task=' if place == 'query' else '/'}{value}")
+    else:
+        sent = head("/v1/models", f"{place}: {value}")
+    arrived = raw(cluster, sent)
+    assert arrived.startswith(b"HTTP/1.1 "), "some answer"
+    assert b"x-forged" not in arrived.partition(b"\r\n\r\n")[0].lower().replace(b"x-request-id: x%0d%0ax-forged", b"")
+    assert len(ANSWER.findall(arrived)) == 1, "one answer"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", "../..", "../../healthz", "%2e%2e", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "a/../b", "%00", "a%00b", "%0d%0a", "a%2500", ".", "%2f",
+     "a" * 5000, "%ff", "%", "%zz", "*", ">", "sie.work.%3E", "a%20b", "$KV.sie_keys.x", "';drop-table-models;--", "${jndi:ldap://x}",
+     "{{7*7}}", "!!python/object:os.system"],
+)  # fmt: skip
+def test_names_are_names_and_nothing_else(cluster: Cluster, client: httpx.Client, name: str) -> None:
+    """X7, X9: in every path that has a name. Unknown, or refused; never another route, never a fault."""
+    for route in ("/v1/encode/{}", "/v1/score/{}", "/tei/{}/embed", "/tei/{}", "/v1/embeddings"):
+        body = {"items": ["a"], "inputs": "a", "query": "a", "input": "a", "model": name}
+        sent = head(route.format(name), "content-type: application/json", f"content-length: {len(json.dumps(body))}", method="POST")
+        status = raw(cluster, sent + json.dumps(body).encode()).split(b" ", 2)[1]
+        assert status in (b"400", b"404", b"413", b"422"), (route, status)
+    for route in ("/v1/models/{}", "/v1/pools/{}", "/v1/scaling/{}", "/v1/configs/models/{}"):
+        status = raw(cluster, head(route.format(name))).split(b" ", 2)[1]
+        assert status in (b"400", b"404", b"200" if name == "." else b"404"), (route, status)
+
+
+def test_headers_make_no_stream(cluster: Cluster, client: httpx.Client) -> None:
+    """X7: pools, machine profiles and bundles that do not exist are refused before anything is made for them."""
+
+    def streams() -> set[str]:
+        monitor = client.get("/health").json()["nats_monitor_url"]
+        details = httpx.get(f"{monitor}/jsz?streams=true").json()["account_details"]
+        return {stream["name"] for account in details for stream in account["stream_detail"]}
+
+    before = streams()
+    for number in range(42):
+        odd = ("x" * 100, "a.b", "*", ">", "a b", "sie.work.>", f"pool{number}")[number % 7]
+        headers = {("x-sie-pool", "x-sie-machine-profile")[number % 2]: f"{odd}{number}"}
+        refused(client.post(f"/v1/encode/no/{number}", json={"items": ["a"]}, headers=headers), "MODEL_NOT_FOUND")
+        answer = client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]}, headers={"x-sie-pool": f"{odd}{number}"})
+        refused(answer, "INVALID_INPUT", "POOL_NOT_FOUND", "PROVISIONING")
+    assert streams() == before
+
+
+NESTED = {
+    "JSON lists": (b"[" * 200_000, "application/json"),
+    "JSON maps": (b'{"a":' * 200_000, "application/json"),
+    "closed JSON lists": (b'{"items":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "application/json"),
+    "msgpack lists": (b"\x91" * 200_000, "application/msgpack"),
+    "msgpack maps": (b"\x81\xa1a" * 200_000, "application/msgpack"),
+    "four billion entries of a list": (b"\x81\xa5items\xdd\xff\xff\xff\xff", "application/msgpack"),
+    "four billion entries of a map": (b"\xdf\xff\xff\xff\xff", "application/msgpack"),
+    "four gigabytes of a text": (b"\x81\xa5items\x91\xdb\xff\xff\xff\xff", "application/msgpack"),
+    "an extension of four gigabytes": (b"\x81\xa5items\x91\xc9\xff\xff\xff\xff\x4e", "application/msgpack"),
+    "a number of a million digits": (b'{"items":["a"],"params":{"dimensions":' + b"9" * 1_000_000 + b"}}", "application/json"),
+    "an exponent": (b'{"items":["a"],"params":{"dimensions":1e999999999}}', "application/json"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_body_that_claims_more_than_it_is_is_refused(client: httpx.Client, name: str) -> None:
+    content, kind = NESTED[name]
+    refused(client.post(f"/v1/encode/{MODEL}", content=content, headers={"content-type": kind}), "INVALID_INPUT")
+
+
+def test_nothing_is_unpacked(cluster: Cluster, client: httpx.Client) -> None:
+    """A body in any encoding but none is refused before it is read: 256 MiB of zeros in 256 kB cost a gateway nothing."""
+    (pid,) = cluster.pids("gateway")
+    before = psutil.Process(pid).memory_info().rss
+    zeros = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(zeros.compress(bytes(1 << 24)) for _ in range(16)) + zeros.flush()
+    assert len(bomb) < 1 << 20
+    small = gzip.compress(json.dumps({"items": ["a"]}).encode())
+    for encoding in ("gzip", "x-gzip", "deflate", "br", "zstd", "compress", "identity, gzip", "gzip, gzip", "GZIP"):
+        for content in (bomb, small):
+            for path in (f"/v1/encode/{MODEL}", "/v1/embeddings"):
+                refused(client.post(path, content=content, headers={"content-encoding": encoding}), "INVALID_INPUT")
+    assert client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]}, headers={"content-encoding": "identity"}).status_code == 200
+    coded = raw(cluster, head(f"/v1/encode/{MODEL}", "transfer-encoding: gzip, chunked", method="POST") + b"2\r\n{}\r\n0\r\n\r\n")
+    assert b" 400 " in coded.partition(b"\r\n")[0]
+    assert psutil.Process(pid).memory_info().rss - before < 100 << 20
+
+
+def test_bodies_have_a_largest_size_whether_they_say_it_or_not(cluster: Cluster, client: httpx.Client) -> None:
+    announced = raw(cluster, head(f"/v1/encode/{MODEL}", f"content-length: {1 << 40}", method="POST"))
+    assert b" 413 " in announced.partition(b"\r\n")[0]
+    for content in ((b" " * 65536 for _ in range(40)), b" " * (2 << 20)):
+        refused(client.post("/v1/pools", content=content), "PAYLOAD_TOO_LARGE")
+
+
+def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path) -> None:
+    """X1, 27.8: nothing is ever run."""
+    ran = tmp_path / "ran"
+    pickled = b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR."
+    array = {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled}
+    structured = {b"nd": True, b"type": [["a", "<f4"]], b"kind": b"V", b"shape": [1], b"data": b"\0" * 4}
+    for value in (array, structured, msgspec.msgpack.Ext(78, pickled), msgspec.msgpack.Ext(1, pickled), msgspec.msgpack.Ext(-1, pickled)):
+        for body in ({"items": [value]}, {"items": [{"text": value}]}, {"items": ["a"], "options": {"x": value}}, {"items": value}):
+            content = msgspec.msgpack.encode(body)
+            answer = client.post(f"/v1/encode/{MODEL}", content=content, headers={"content-type": "application/msgpack"})
+            assert answer.status_code in (200, 400), answer.text[:300]  # an unknown option is a warning
+            if answer.status_code == 200:
+                assert "options" in body
+    assert not ran.exists()
+
+
+# what holds connections
+
+
+def test_connections_that_wait_or_never_finish_hold_nobody_up(cluster: Cluster, crowd: Crowd) -> None:
+    """All of this file ran beside them. 1. requests are answered; 2. heads that never end are closed with an envelope after HEAD_S, however
+    much of them came; 3. connections that have asked and wait still answer."""
+    for _ in range(10):
+        assert cluster.encode(["Hello"], authorization=USER).status_code == 200
+    for connection in crowd.slow:
+        arrived = b""
+        connection.settimeout(HEAD_S + 30)
+        while piece := connection.recv(65536):
+            arrived += piece
+        assert arrived.startswith(b"HTTP/1.1 400 "), arrived[:200]
+    assert time.monotonic() - crowd.began_s >= HEAD_S
+    for connection in crowd.idle[::20]:
+        connection.settimeout(10)
+        connection.sendall(head("/v1/models").replace(b"connection: close\r\n", b""))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
+    """1. 100 clients send half a megabyte of a body and stop; 2. others are answered; 3. they leave, and nothing of them stays."""
+    (pid,) = cluster.pids("gateway")
+    before = psutil.Process(pid).memory_info().rss
+    writers = []
+    for _ in range(100):
+        _, writer = await asyncio.open_connection("127.0.0.1", cluster.port)
+        writer.write(head(f"/v1/encode/{MODEL}", "content-length: 200000000", method="POST") + b"x" * (1 << 19))
+        await writer.drain()
+        writers.append(writer)
+    async with httpx.AsyncClient(base_url=cluster.url, headers={"authorization": USER}, timeout=30) as client:
+        for _ in range(10):
+            assert (await client.post(f"/v1/encode/{MODEL}", json={"items": ["a"]})).status_code == 200
+    held = psutil.Process(pid).memory_info().rss - before
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)  # aborts are sent in the loop's next turn
+    assert held < 100 * (4 << 20), "not what was announced"
+    await asyncio.to_thread(until, lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") == 0, 20, "they are gone")
+
+
+def test_a_length_that_lies_smuggles_no_request(cluster: Cluster) -> None:
+    """Two ways to frame a body: refused, and what stands behind it is not read as a request."""
+    inner = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+    for headers in (
+        ("content-length: 4", "transfer-encoding: chunked"), ("content-length: 4", "content-length: 5"), ("transfer-encoding: xchunked",),
+        ("transfer-encoding: chunked, identity",), ("content-length: 0x4",), ("content-length : 4",),
+    ):  # fmt: skip
+        sent = head(f"/v1/encode/{MODEL}", *headers, method="POST").replace(b"connection: close\r\n", b"")
+        arrived = raw(cluster, sent + b"0\r\n\r\n" + inner)
+        assert b" 400 " in arrived.partition(b"\r\n")[0], headers
+        assert len(ANSWER.findall(arrived)) == 1, headers
+
+
+def test_frames_that_nobody_wants_close_a_websocket(cluster: Cluster) -> None:
+    """A peer sends far more than it has to say: it is cut off, others are not."""
+    url = cluster.url.replace("http", "ws") + "/ws/cluster-status"
+    with connect(url, additional_headers={"authorization": f"Bearer {USER}"}, max_size=None) as one:
+        one.recv(timeout=10)
+        with contextlib.suppress(Exception):  # it is closed while this is sent
+            one.send(struct.pack("d", 0.5) * (1 << 17))
+        until(lambda: _closed(one), 10, "it is closed")
+    with connect(url, additional_headers={"authorization": f"Bearer {USER}"}) as another:
+        assert another.recv(timeout=10)
+
+
+def _closed(connection: Any) -> bool:
+    try:
+        connection.recv(timeout=0.5)
+    except TimeoutError:
+        return False
+    except Exception:  # noqa: BLE001  any of the library's ways to say so
+        return True
+    return False

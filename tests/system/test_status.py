@@ -1,0 +1,256 @@
+"""Status, websockets and metrics of a real `sie serve`: what the contract names is there, and what should move moves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import local_models
+import psutil
+import pytest
+from cluster import Cluster, running, until
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+import sie_contracts
+
+TOKEN = "user-token"
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
+ENCODER, LATE, EXTRACTOR = "test/mini", "test/late", "test/tags"
+
+# Every stable name with its labels, and what requests of each verb must have done to it: "moves", or "is" there with any value.
+GATEWAY = {
+    "sie_gateway_requests_total": ({"endpoint", "status", "machine_profile"}, "moves"),
+    "sie_gateway_request_latency_seconds_count": ({"endpoint", "machine_profile"}, "moves"),
+    "sie_gateway_rejected_requests_total": ({"machine_profile", "bundle", "reason"}, "is"),
+    "sie_gateway_provisioning_responses_total": (set(), "is"),
+    "sie_gateway_pending_demand": ({"machine_profile", "bundle"}, "is"),
+    "sie_gateway_active_lease_gpus": (set(), "is"),
+    "sie_gateway_workers": ({"status"}, "moves"),
+    "sie_gateway_worker_queue_depth": ({"worker"}, "is"),
+    "sie_gateway_worker_memory_used_bytes": ({"worker"}, "moves"),
+    "sie_gateway_model_workers": ({"model"}, "moves"),
+    "sie_gateway_queue_publish_seconds_count": ({"operation"}, "moves"),
+    "sie_gateway_queue_result_wait_seconds_count": ({"operation"}, "moves"),
+    "sie_gateway_queue_payload_offloads_total": (set(), "is"),
+    "sie_gateway_queue_ack_failures_total": (set(), "is"),
+    "sie_gateway_dlq_events_total": (set(), "is"),
+    "sie_gateway_config_epoch": (set(), "moves"),
+    "sie_gateway_config_deltas_total": ({"kind", "result"}, "is"),
+    "sie_gateway_config_behind": (set(), "is"),
+    "sie_gateway_nats_connected": (set(), "moves"),
+    "sie_gateway_pool_events_total": ({"event"}, "is"),
+}
+WORKER = {
+    "sie_requests_total": ({"model", "endpoint", "status"}, "moves"),
+    "sie_request_duration_seconds_count": ({"model", "endpoint", "phase"}, "moves"),
+    "sie_batch_size_count": ({"model"}, "moves"),
+    "sie_tokens_processed_total": ({"model"}, "moves"),
+    "sie_queue_depth": ({"model"}, "is"),
+    "sie_model_loaded": ({"model", "device"}, "moves"),
+    "sie_model_memory_bytes": ({"model"}, "moves"),
+    **{
+        f"sie_oom_{remedy}_total": ({"model"}, "is")
+        for remedy in (
+            "recoveries_attempted", "recoveries_succeeded", "terminal_failures", "cache_clears", "evictions_triggered", "batch_splits"
+        )
+    },
+    "sie_idle_evictions_total": (set(), "is"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["cluster", "standalone"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    models = local_models.under(tmp_path_factory.mktemp("status-models"))
+    for model in (ENCODER, LATE, EXTRACTOR):
+        models.build(model.partition("/")[2])
+    args = ["--standalone"] if request.param == "standalone" else []
+    environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN}
+    with running(tmp_path_factory.mktemp("status"), *models.arguments, "--no-spare", *args, environ=environ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    """After one request of each verb and one of the OpenAI route."""
+    with httpx.Client(base_url=cluster.url, timeout=60, headers=AUTHORIZATION) as client:
+        for path, body in (
+            (f"/v1/encode/{ENCODER}", {"items": ["one", "two"]}),
+            ("/v1/embeddings", {"model": ENCODER, "input": "three"}),
+            (f"/v1/score/{LATE}", {"query": "river", "items": ["winter", "garden"]}),
+            (f"/v1/extract/{EXTRACTOR}", {"items": ["Ada met Bob"]}),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+        yield client
+
+
+def looking(cluster: Cluster, path: str, **headers: str) -> ClientConnection:
+    url = cluster.url.replace("http:", "ws:") + path
+    return connect(url, additional_headers={**AUTHORIZATION, **headers}, proxy=None, compression=None, max_size=8 << 20)
+
+
+def frame(socket: ClientConnection) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(socket.recv(10))
+    return found
+
+
+def samples(url: str) -> dict[str, list[tuple[set[str], float]]]:
+    """Labels and values by name of a scrape. A metric without any series yet has its name all the same."""
+    text = httpx.get(f"{url}/metrics", timeout=5).text
+    found: dict[str, list[tuple[set[str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        suffix = {"counter": "_total", "histogram": "_count"}.get(family.type, "")
+        found.setdefault(family.name + suffix, [])
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((set(sample.labels), sample.value))
+    return found
+
+
+def metrics_url(cluster: Cluster, role: str) -> str:
+    if role == "worker":
+        return f"http://127.0.0.1:{cluster.worker_port}"
+    line = next(line for line in reversed(cluster.lines) if "gateway listening on" in line)
+    return f"http://127.0.0.1:{line.rpartition('metrics on ')[2]}"
+
+
+def test_the_start_message_says_where_to_look_and_how_a_token_is_sent(cluster: Cluster) -> None:
+    assert cluster.said(f"live status: {cluster.url}/)")
+    assert cluster.said("-H 'Authorization: Bearer TOKEN' -d '{")
+    assert not cluster.said("sie keys create"), "there are keys in mode token alone"
+
+
+@pytest.mark.parametrize(("role", "names"), [("gateway", GATEWAY), ("worker", WORKER)])
+def test_every_stable_metric_is_there_and_moves_with_requests(
+    cluster: Cluster, client: httpx.Client, role: str, names: dict[str, tuple[set[str], str]]
+) -> None:
+    """B1, B7: names and labels are those of the contract."""
+    url = metrics_url(cluster, role)
+    moving = [name for name, (_, how) in names.items() if how == "moves"]
+    until(lambda: all(any(value > 0 for _, value in samples(url).get(name, ())) for name in moving), 20, f"{moving} above zero")
+    found = samples(url)
+    for name, (labels, _) in names.items():
+        assert name in found, name
+        for given, _ in found[name]:
+            assert given == labels, name
+    text = httpx.get(f"{url}/metrics", timeout=5).text
+    build = "sie_gateway_build_info" if role == "gateway" else "sie_build_info"
+    assert f'{build}{{version="{sie_contracts.__version__}"}} 1.0' in text
+    assert TOKEN not in text
+
+
+def test_requests_are_counted_by_verb_and_route_at_the_worker(cluster: Cluster, client: httpx.Client) -> None:
+    sent = {(ENCODER, "encode"), (ENCODER, "embeddings"), (LATE, "score"), (EXTRACTOR, "extract")}
+    phases = {"total", "queue", "tokenize", "batch_wait", "inference", "postprocess"}
+
+    def counted() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+        """Which of the two metrics say 1, for which labels."""
+        text = httpx.get(f"http://127.0.0.1:{cluster.worker_port}/metrics", timeout=5).text
+        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples if sample.value == 1]
+        return (
+            {_labels(each, "status") for each in found if each.name == "sie_requests_total"},
+            {_labels(each, "phase") for each in found if each.name == "sie_request_duration_seconds_count"},
+        )
+
+    expected = {(*each, "success") for each in sent}, {(*each, phase) for each in sent for phase in phases}
+    until(lambda: counted() == expected, 10, "one request each")
+
+
+def test_the_frames_of_the_cluster_come_at_once_and_tell_what_health_tells(cluster: Cluster, client: httpx.Client) -> None:
+    with looking(cluster, "/ws/cluster-status") as socket:
+        until(lambda: frame(socket)["cluster"]["models_loaded"] == 3, 20, "the three models")
+        told = frame(socket)
+    health = client.get("/health").json()
+    assert told["version"] == health["version"] == sie_contracts.__version__
+    assert {model["name"] for model in told["models"]} == {model["name"] for model in health["models"]}
+    assert [worker["name"] for worker in told["workers"]] == [worker["name"] for worker in health["workers"]]
+    assert health["cluster"]["total_qps"] >= 0
+    assert ENCODER in told["workers"][0]["loaded_models"]
+
+
+def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluster, client: httpx.Client) -> None:
+    """`/ws/status` on the main port: the frames of the machine's worker, real in every field."""
+    with looking(cluster, "/ws/status") as socket:
+        first = frame(socket)
+        later = [frame(socket) for _ in range(3)]
+        stamps = [told["timestamp"] for told in (first, *later)]
+        assert stamps == sorted(set(stamps))
+        until(lambda: frame(socket)["counters"].get("sie_requests_total", {}).get(ENCODER) == 2, 10, "the metrics of the requests")
+        told = frame(socket)
+    server = told["server"]
+    assert server["version"] == sie_contracts.__version__
+    assert server["pid"] in {*cluster.pids("sidecar"), *cluster.pids("standalone")}
+    assert server["user"] == psutil.Process().username()
+    assert 0 < server["uptime_seconds"] < 3600
+    (device,) = told["gpus"]
+    assert device["device"] == "cpu"
+    assert 0 < device["memory_used_bytes"] < device["memory_total_bytes"]
+    assert device["memory_threshold_pct"] == 85
+    assert 0 <= device["utilization_pct"] <= 100
+    memory = [model["memory_bytes"] for model in told["models"]]
+    assert memory == sorted(memory, reverse=True)
+    loaded = {model["name"]: model for model in told["models"] if model["state"] == "loaded"}
+    assert set(loaded) == set(told["loaded_models"]) == {ENCODER, LATE, EXTRACTOR}
+    assert loaded[ENCODER]["config"]["dims"] == {"dense": 384}
+    assert loaded[ENCODER]["device"] == "cpu"
+    assert loaded[ENCODER]["config"]["max_sequence_length"] == 256
+    assert loaded[LATE]["config"]["outputs"] == ["multivector", "score"]
+    assert loaded[EXTRACTOR]["config"]["outputs"] == ["json"]
+    assert 0 < loaded[ENCODER]["adaptive_batching"]["fill_ratio"] < 1
+
+
+def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -> None:
+    """X14: plain 401 before the handshake; the worker knows the config read token alone, which `sie serve` makes for each run."""
+    for path in ("/ws/cluster-status", "/ws/status"):
+        for given in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
+            with pytest.raises(InvalidStatus) as refused:
+                looking(cluster, path, **given)
+            assert refused.value.response.status_code == 401
+            assert json.loads(refused.value.response.body or b"")["code"] == "UNAUTHENTICATED"
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"ws://127.0.0.1:{cluster.worker_port}/ws/status", additional_headers=AUTHORIZATION, proxy=None)
+    assert refused.value.response.status_code == 401
+    assert httpx.get(f"{cluster.url}/").status_code == 401
+    page = httpx.get(f"{cluster.url}/", headers=AUTHORIZATION)
+    assert page.headers["content-type"].startswith("text/html")
+    assert not cluster.said(TOKEN)
+
+
+def test_a_reader_that_stops_holds_up_neither_others_nor_the_end(cluster: Cluster) -> None:
+    """P1: 1001 to those who read, inside the grace period, with status 0. The last test of this file: it ends the cluster."""
+    deaf = socket.create_connection(("127.0.0.1", cluster.port))
+    head = (
+        "GET /ws/status HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKEN}", "Upgrade: websocket", "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", "",
+    )  # fmt: skip
+    deaf.sendall("\r\n".join(head).encode())
+    with looking(cluster, "/ws/status") as worker, looking(cluster, "/ws/cluster-status") as whole:
+        frame(worker)
+        frame(whole)
+        assert cluster.process is not None
+        os.kill(cluster.process.pid, signal.SIGTERM)
+        assert [_closed(worker), _closed(whole)] == [1001, 1001]
+    assert cluster.process.wait(15) == 0
+    deaf.close()
+
+
+def _labels(sample: Sample, last: str) -> tuple[str, ...]:
+    return sample.labels["model"], sample.labels["endpoint"], sample.labels[last]
+
+
+def _closed(socket: ClientConnection) -> int | None:
+    with contextlib.suppress(TimeoutError):
+        try:
+            while True:
+                socket.recv(15)
+        except ConnectionClosed as closed:
+            return closed.rcvd.code if closed.rcvd else None
+    return None

@@ -1,0 +1,221 @@
+"""Text Embeddings Inference: its routes, its errors and its clients, against a running cluster. Numbers are those of the native routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from cluster import Cluster, running
+from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
+from local_models import LocalModels
+from transformers import AutoModel, AutoTokenizer, pipeline
+
+TEXTS = ["river search queue", "the winter garden (of music)", "Z\u00fcrich, \u6771\u4eac and \U0001f600", "kernel"]
+LONG = "winter " * 600
+TEI_HEADERS = (
+    "x-compute-type", "x-compute-time", "x-compute-characters", "x-compute-tokens", "x-total-time", "x-tokenization-time", "x-queue-time",
+    "x-inference-time",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, every_family: LocalModels) -> Iterator[Cluster]:
+    defaults = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
+    args = [*every_family.arguments, "--no-spare", "--default-models", defaults, "--max-items-per-request", "64"]
+    with running(tmp_path_factory.mktemp("tei"), *args) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def ask(client: httpx.Client, path: str, body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def native(client: httpx.Client, model: str, texts: list[str], **params: Any) -> list[list[float]]:
+    slots = [ask(client, f"/v1/encode/test/{model}", {"items": [text], "params": params})["items"][0] for text in texts]
+    return [slot["dense"]["values"] for slot in slots]
+
+
+def refused(client: httpx.Client, path: str, body: Any) -> tuple[int, str]:
+    answer = client.post(path, json=body)
+    found = answer.json()
+    assert isinstance(found["error"], str)
+    assert {"error", "error_type", "code", "message", "detail"} <= set(found)
+    assert found["detail"]["code"] == found["code"] == answer.headers["x-sie-error-code"]
+    return answer.status_code, found["error_type"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/tei/test/dense", "/tei/test%2Fdense"])
+def test_vectors_are_those_of_the_native_route_alone(client: httpx.Client, prefix: str) -> None:
+    for text, values in zip(TEXTS, native(client, "dense", TEXTS), strict=True):
+        assert ask(client, f"{prefix}/embed", {"inputs": text}) == [values]
+    assert len(ask(client, f"{prefix}/embed", {"inputs": TEXTS})) == len(TEXTS)
+    assert ask(client, prefix or "/", {"inputs": TEXTS[0]}) == native(client, "dense", TEXTS[:1])
+
+
+def test_headers_are_whole_numbers(client: httpx.Client) -> None:
+    answer = client.post("/embed", json={"inputs": TEXTS})
+    assert {name: len(answer.headers.get_list(name)) for name in TEI_HEADERS} == dict.fromkeys(TEI_HEADERS, 1)
+    assert all(answer.headers[name].isdigit() for name in TEI_HEADERS if name != "x-compute-type")
+    assert all(value.isdigit() for name, value in answer.headers.items() if name.endswith("-time"))
+    assert int(answer.headers["x-compute-characters"]) == sum(map(len, TEXTS))
+    assert int(answer.headers["x-compute-tokens"]) > len(TEXTS)
+    assert answer.headers["x-sie-fingerprint"]
+
+
+def test_ids_of_a_model_are_the_text_they_stand_for(client: httpx.Client, every_family: LocalModels) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(every_family.weights / "dense")
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    for each, values in zip(ids, native(client, "dense", TEXTS), strict=True):
+        assert ask(client, "/embed", {"inputs": each}) == [values]
+    assert len(ask(client, "/embed", {"inputs": ids})) == len(TEXTS)
+    assert refused(client, "/embed", {"inputs": [[101, 10**7]]}) == (422, "Tokenizer")
+
+
+def test_truncation_and_normalisation(client: httpx.Client) -> None:
+    start = ask(client, "/embed", {"inputs": LONG, "truncation_direction": "Left"})
+    end = ask(client, "/embed", {"inputs": LONG, "truncate": True, "truncation_direction": "right"})
+    assert end == native(client, "dense", [LONG])
+    assert start == native(client, "dense", [LONG], truncate="START")
+    assert refused(client, "/embed", {"inputs": LONG, "truncate": False}) == (422, "Validation")
+    (wide,) = ask(client, "/embed", {"inputs": TEXTS[0], "normalize": False})
+    assert wide == native(client, "dense", TEXTS[:1], normalize=False)[0]
+
+
+def test_a_row_for_each_token_not_normalised(client: httpx.Client, every_family: LocalModels) -> None:
+    folder = every_family.weights / "dense"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    found = ask(client, "/embed_all", {"inputs": TEXTS})
+    for text, rows in zip(TEXTS, found, strict=True):
+        expected = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].detach().numpy()
+        np.testing.assert_allclose(rows, expected, atol=2e-5)
+
+
+def test_sparse_vectors(client: httpx.Client) -> None:
+    found = ask(client, "/embed_sparse", {"inputs": TEXTS[:1]})
+    slot = ask(client, "/v1/encode/test/sparse", {"items": TEXTS[:1], "output_types": ["sparse"]})["items"][0]["sparse"]
+    assert [each["index"] for each in found[0]] == slot["indices"]
+    assert [each["value"] for each in found[0]] == pytest.approx(slot["values"])
+
+
+def test_rerank(client: httpx.Client) -> None:
+    found = ask(client, "/rerank", {"query": TEXTS[0], "texts": TEXTS, "return_text": True})
+    scores = ask(client, "/v1/score/test/cross", {"query": TEXTS[0], "items": TEXTS})["scores"]
+    assert [(each["index"], each["score"]) for each in found] == [
+        (int(each["item_id"].removeprefix("item-")), pytest.approx(each["score"], abs=1e-6)) for each in scores
+    ]
+    assert [each["text"] for each in found] == [TEXTS[each["index"]] for each in found]
+    assert "text" not in ask(client, "/rerank", {"query": "a", "texts": ["b"]})[0]
+
+
+def test_relevance_of_every_kind_of_score_is_between_0_and_1_and_in_its_order(client: httpx.Client) -> None:
+    for name in ("cross", "reranker", "late", "m3"):
+        raw = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
+        found = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS})
+        assert [each["index"] for each in found] == [each["index"] for each in raw], name
+        assert all(0 <= each["score"] <= 1 for each in found), name
+
+
+def test_classes_of_texts_and_pairs(client: httpx.Client, every_family: LocalModels) -> None:
+    classify = pipeline("text-classification", model=str(every_family.weights / "classes"), top_k=None)
+    for text in TEXTS:
+        expected = {each["label"]: each["score"] for each in classify([text])[0]}
+        found = ask(client, "/tei/test/classes/predict", {"inputs": text})
+        assert [each["label"] for each in found] == sorted(expected, key=lambda label: -expected[label])
+        assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, abs=1e-5)
+    batch = ask(client, "/tei/test/classes/predict", {"inputs": [[TEXTS[0]], [TEXTS[0], TEXTS[1]]]})
+    assert len(batch) == 2
+    assert batch[0] != batch[1]
+    pair = ask(client, "/tei/test/classes/predict", {"inputs": [TEXTS[0], TEXTS[1]]})
+    assert [each["label"] for each in batch[1]] == [each["label"] for each in pair]
+    assert [each["score"] for each in batch[1]] == pytest.approx([each["score"] for each in pair], abs=1e-5)
+
+
+def test_similarity_is_the_cosine(client: httpx.Client) -> None:
+    body = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}
+    vectors = np.array(native(client, "dense", TEXTS))
+    for path in ("/similarity", "/", "/tei/test/dense"):
+        np.testing.assert_allclose(ask(client, path, body), vectors @ vectors[0], atol=1e-5)
+
+
+def test_tokens_and_back(client: httpx.Client, every_family: LocalModels) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(every_family.weights / "dense")
+    found = ask(client, "/tokenize", {"inputs": TEXTS})
+    for text, tokens in zip(TEXTS, found, strict=True):
+        assert [token["id"] for token in tokens] == tokenizer(text)["input_ids"]
+        for token in tokens:
+            if token["special"]:
+                assert token["start"] is token["stop"] is None
+            else:
+                assert text.encode()[token["start"] : token["stop"]].decode() == token["text"]
+    bare = ask(client, "/tokenize", {"inputs": TEXTS[0], "add_special_tokens": False})
+    assert [token["id"] for token in bare[0]] == tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    assert ask(client, "/decode", {"ids": ids}) == [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+    assert ask(client, "/decode", {"ids": ids[0], "skip_special_tokens": False}) == [tokenizer.decode(ids[0])]
+
+
+def test_info(client: httpx.Client) -> None:
+    found = client.get("/info").json()
+    assert (found["model_id"], found["max_client_batch_size"], found["auto_truncate"]) == ("test/dense", 64, True)
+    assert found["model_type"]["embedding"]["pooling"] == "mean"
+    assert found["version"] == client.get("/health").json()["version"]
+    assert "reranker" in client.get("/tei/test/cross/info").json()["model_type"]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "kind"), [
+    ("/embed", {"inputs": []}, 400, "Empty"),
+    ("/embed", {}, 400, "Empty"),
+    ("/embed", {"inputs": 1}, 422, "Validation"),
+    ("/embed", {"inputs": ["a", 1]}, 422, "Validation"),
+    ("/embed", {"inputs": ["a"] * 65}, 413, "Validation"),
+    ("/embed", {"inputs": "a", "truncate": "yes"}, 422, "Validation"),
+    ("/embed", {"inputs": "a", "prompt_name": "poem"}, 422, "Validation"),
+    ("/embed", {"inputs": "a", "dimensions": 7}, 422, "Validation"),
+    ("/tei/test/cross/embed", {"inputs": "a"}, 424, "Backend"),
+    ("/tei/test/dense/rerank", {"query": "a", "texts": ["b"]}, 424, "Backend"),
+    ("/tei/test/dense/predict", {"inputs": "a"}, 424, "Backend"),
+    ("/tei/test/nothing/embed", {"inputs": "a"}, 404, "Validation"),
+    ("/rerank", {"query": 1, "texts": ["b"]}, 422, "Validation"),
+    ("/similarity", {"inputs": "a"}, 422, "Validation"),
+    ("/decode", {"ids": [1, -1]}, 422, "Tokenizer"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_told_in_words_of_tei(client: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
+    assert refused(client, path, body) == (status, kind)
+
+
+def test_a_method_that_a_route_does_not_take(client: httpx.Client) -> None:
+    answer = client.get("/tei/test/dense/embed")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_the_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
+    dense = InferenceClient(f"{cluster.url}/tei/test/dense")
+    np.testing.assert_array_equal(dense.feature_extraction(TEXTS[0])[0], np.float32(native(client, "dense", TEXTS[:1])[0]))
+    vectors = np.array(native(client, "dense", TEXTS))
+    np.testing.assert_allclose(dense.sentence_similarity(TEXTS[0], TEXTS), vectors @ vectors[0], atol=1e-5)
+    with pytest.raises(HfHubHTTPError) as unknown:
+        InferenceClient(f"{cluster.url}/tei/test/nothing").feature_extraction("a")
+    assert unknown.value.response.status_code == 404
+    with pytest.raises(HfHubHTTPError) as too_long:
+        dense.feature_extraction(LONG, truncate=False)
+    assert too_long.value.response.status_code == 422
+
+
+async def test_the_asynchronous_hugging_face_client(cluster: Cluster, client: httpx.Client) -> None:
+    async with AsyncInferenceClient(f"{cluster.url}/tei/test/dense") as dense:
+        found = await asyncio.gather(*(dense.feature_extraction(text) for text in TEXTS))
+    for values, expected in zip(found, native(client, "dense", TEXTS), strict=True):
+        np.testing.assert_allclose(values[0], expected, atol=1e-5)

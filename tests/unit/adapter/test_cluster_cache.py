@@ -1,0 +1,500 @@
+"""SIE_CLUSTER_CACHE: snapshots in a bucket, pushed, fetched, resumed and broken in every way, on real stores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from object_stores import BUCKET, S3, Faults, Google, Moto, Place, Request, aws_environ, google_account, until
+
+from sie_adapter.weights import LocalCache, Progress
+from sie_adapter.weights.cluster import ClusterCache
+from sie_adapter.weights.pushing import Pushed, PushRefused
+from sie_adapter.weights.ranged import Limits
+from sie_contracts.weights import MANIFEST, FetchFailed, FileFact, Manifest, decode, describe, encode, verify
+
+REPOSITORY, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"
+PLACE = f"models--org--model/{COMMIT}"
+LARGE = "model.safetensors"
+SMALL_FILES = {"config.json": b"{}", "1_Pooling/config.json": b"[]", "with space+%41.txt": b"?", "empty.txt": b""}
+LIMITS = Limits(part_bytes=64 << 10, parts_at_once=4, stall_s=10, tries=3, pause_s=0.01)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    for name, data in {**SMALL_FILES, LARGE: os.urandom(1_000_003)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def opened(place: Place, limits: Limits = LIMITS) -> ClusterCache:
+    return ClusterCache(place.url, limits)
+
+
+def push(place: Place, folder: Path, *, force: bool = False, revision: str = COMMIT) -> Pushed:
+    return opened(place).push(folder, describe(folder, REPOSITORY, revision), Progress("it"), force=force)
+
+
+def obtained(place: Place, cache: Path, limits: Limits = LIMITS, progress: Progress | None = None) -> Path:
+    """Out of the bucket into a local cache, as a worker does it."""
+    fetch = opened(place, limits).fetch(REPOSITORY, COMMIT)
+    assert fetch is not None
+    return LocalCache(cache).obtain(REPOSITORY, COMMIT, fetch, "it", progress=progress)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+# what is pushed is what is fetched
+
+
+def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tmp_path: Path) -> None:
+    """A8 5: nested, empty and oddly named files; the manifest of the local cache says where it came from."""
+    assert opened(place).fetch(REPOSITORY, COMMIT) is None
+    assert push(place, source) == Pushed(5, 0, 1_000_003 + 5)
+    progress = Progress("it")
+    folder = obtained(place, tmp_path / "cache", progress=progress)
+    assert files_of(folder) == files_of(source)
+    assert progress.state().done_bytes == progress.state().total_bytes == 1_000_008
+    manifest = decode((folder / MANIFEST).read_bytes())
+    assert (manifest.origin, verify(folder, manifest)) == ("cluster", [])
+    (stored,) = opened(place).listed()
+    assert (stored.repository, stored.revision, stored.bytes, stored.wrong) == (REPOSITORY, COMMIT, 1_000_008, {})
+    assert opened(place).verify(stored, Progress("it")) == []
+
+
+def test_a_bucket_of_google_holds_it_under_the_same_names(google: Google, monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    """Read back by the JSON interface, which other programs of Google use."""
+    place = Place.at(google, monkeypatch)
+    push(place, source)
+    prefix = place.url.removeprefix(f"gs://{BUCKET}/")
+    assert google.object(f"{prefix}/{PLACE}/1_Pooling/config.json") == b"[]"
+    assert google.object(f"{prefix}/{PLACE}/{LARGE}") == (source / LARGE).read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_large_file_goes_in_parts(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str) -> None:
+    """gs:// too: what a multipart upload needs of Google's XML interface is what S3 has."""
+    Place.at(moto, monkeypatch)
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(google_account(tmp_path / "account.json", moto.url)))
+    place = Place(f"{scheme}://{BUCKET}/large-{scheme}", moto)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / LARGE).write_bytes(os.urandom((8 << 20) + 5))
+    moto.faults = Faults()
+    assert push(place, source).bytes == (8 << 20) + 5
+    assert len([path for path in moto.faults.writes() if path.endswith(LARGE)]) == 2
+    assert files_of(obtained(place, tmp_path / "cache", Limits())) == files_of(source)
+    assert push(place, source) == Pushed(0, 1, 0)
+
+
+def test_the_manifest_is_written_last_and_a_second_push_writes_nothing(faulty: Place, source: Path) -> None:
+    push(faulty, source)
+    writes = faulty.server.faults.writes()
+    assert [path.rpartition("/")[2] == MANIFEST for path in writes] == [False] * 5 + [True]
+    assert push(faulty, source) == Pushed(0, 5, 0)
+    assert faulty.server.faults.writes() == writes
+
+
+def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Path) -> None:
+    """Of two objects there the one that another writer left is not trusted, although it has the right size."""
+    large = f"{PLACE}/{LARGE}"
+    faulty.server.faults.refuse = lambda asked: ("503 Slow Down", "SlowDown") if asked.method == "PUT" and large in asked.path else None
+    with pytest.raises(FetchFailed, match="SlowDown") as caught:
+        push(faulty, source)
+    assert caught.value.error_class == "NETWORK"
+    assert opened(faulty).fetch(REPOSITORY, COMMIT) is None
+    (stored,) = opened(faulty).listed()
+    assert stored.manifest is None
+    assert "did not end" in stored.wrong[MANIFEST]
+    faulty.put(f"{PLACE}/config.json", b"[]")
+    faulty.server.faults.refuse = lambda _: None
+    before = len(faulty.server.faults.writes())
+    assert push(faulty, source).written == 2 + sum(name > LARGE for name in SMALL_FILES)
+    assert f"/{BUCKET}/{faulty.url.split('/', 3)[3]}/{PLACE}/config.json" in faulty.server.faults.writes()[before:]
+    assert faulty.get(f"{PLACE}/config.json") == b"{}"
+
+
+def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: Path) -> None:
+    """One of them has a file that the other leaves out: whoever is last, nothing is lost."""
+    less = tmp_path / "less"
+    less.mkdir()
+    (less / LARGE).write_bytes((source / LARGE).read_bytes())
+    short = Manifest(REPOSITORY, COMMIT, describe(less, REPOSITORY, COMMIT).files, left_out=("config.json", "onnx/model.onnx"))
+    with ThreadPoolExecutor(4) as threads:
+        pushes = [threads.submit(push, place, source) for _ in range(3)]
+        pushes.append(threads.submit(opened(place).push, less, short, Progress("it")))
+        for each in pushes:
+            each.result()
+    (stored,) = opened(place).listed()
+    assert stored.wrong == {}
+    assert stored.manifest is not None
+    assert (set(stored.manifest.files), stored.manifest.left_out) == ({*SMALL_FILES, LARGE}, ("onnx/model.onnx",))
+    assert files_of(obtained(place, tmp_path / "cache")) == files_of(source)
+
+
+@pytest.mark.parametrize("is_more", [True, False], ids=["before its manifest", "before its last look"])
+def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(faulty: Place, source: Path, tmp_path: Path, is_more: bool) -> None:
+    """What a push relied on is gone when it ends: it looks again."""
+    push(faulty, source)
+    other = ClusterCache(faulty.url, LIMITS)
+    lists = removals = 0
+
+    def removed(asked: Request) -> None:
+        nonlocal lists, removals
+        lists += asked.path == f"/{BUCKET}"
+        if not removals and (asked.method == "PUT" and asked.path.endswith("more.txt") if is_more else lists == 2):
+            removals += 1
+            other.remove(REPOSITORY, COMMIT)
+
+    if is_more:
+        (source / "more.txt").write_text("more")
+    faulty.server.faults.before = removed
+    push(faulty, source)
+    assert removals == 1
+    assert files_of(obtained(faulty, tmp_path / "cache")) == files_of(source)
+
+
+def test_a_commit_has_one_content(place: Place, source: Path) -> None:
+    push(place, source)
+    (source / "config.json").write_text("[]")
+    with pytest.raises(PushRefused, match=r"another config\.json, SHA-256 .* --force"):
+        push(place, source)
+    assert place.get(f"{PLACE}/config.json") == b"{}"
+    assert push(place, source, force=True).written == 5
+    assert place.get(f"{PLACE}/config.json") == b"[]"
+    assert opened(place).verify(opened(place).stored(REPOSITORY, COMMIT), Progress("it")) == []
+
+
+def test_a_file_that_is_not_what_its_manifest_says_is_not_pushed(place: Place, source: Path) -> None:
+    manifest = describe(source, REPOSITORY, COMMIT)
+    (source / "config.json").write_text("[]")
+    with pytest.raises(PushRefused, match=r"config\.json is not what the manifest beside it says: .*verify --local"):
+        opened(place).push(source, manifest, Progress("it"))
+    assert opened(place).fetch(REPOSITORY, COMMIT) is None
+
+
+def test_what_is_removed_is_a_miss(place: Place, source: Path) -> None:
+    push(place, source)
+    push(place, source, revision="f" * 40)
+    assert [stored.revision for stored in opened(place).listed()] == [COMMIT, "f" * 40]
+    assert opened(place).remove(REPOSITORY, COMMIT) == 1_000_008
+    assert opened(place).fetch(REPOSITORY, COMMIT) is None
+    assert [stored.revision for stored in opened(place).listed()] == ["f" * 40]
+    assert opened(place).remove(REPOSITORY, COMMIT) == 0
+    assert opened(place).remove("org/none", COMMIT) == 0
+
+
+# what is broken there is an error here, never a model
+
+
+def missing(place: Place) -> None:
+    place.delete(f"{PLACE}/{LARGE}")
+
+
+def shorter(place: Place) -> None:
+    place.put(f"{PLACE}/{LARGE}", place.get(f"{PLACE}/{LARGE}")[:100])
+
+
+def longer(place: Place) -> None:
+    place.put(f"{PLACE}/{LARGE}", place.get(f"{PLACE}/{LARGE}") + b"x")
+
+
+def wrong(place: Place) -> None:
+    data = bytearray(place.get(f"{PLACE}/{LARGE}"))
+    data[500_000] ^= 1
+    place.put(f"{PLACE}/{LARGE}", bytes(data))
+
+
+def unreadable(place: Place) -> None:
+    place.put(f"{PLACE}/{MANIFEST}", b"<html>")
+
+
+def newer(place: Place) -> None:
+    place.put(f"{PLACE}/{MANIFEST}", place.get(f"{PLACE}/{MANIFEST}").replace(b'"files"', b'"version": 2, "files"'))
+
+
+def anothers(place: Place) -> None:
+    place.put(f"{PLACE}/{MANIFEST}", encode(Manifest("org/other", COMMIT, {"a": FileFact(0, "0" * 64)})))
+
+
+def escaping(place: Place) -> None:
+    place.put(f"{PLACE}/{MANIFEST}", place.get(f"{PLACE}/{MANIFEST}").replace(b'"config.json"', b'"../../../x"'))
+
+
+BROKEN = {
+    missing: ("NETWORK", r"org/model@0123.* is damaged there, model\.safetensors: there is no such object: `sie weights push --force`"),
+    shorter: ("NETWORK", r"is damaged there, model\.safetensors(: the object is shorter| has 100 bytes, the manifest says 1000003)"),
+    longer: ("NETWORK", r"is damaged there, model\.safetensors has 1000004 bytes, the manifest says 1000003"),
+    wrong: ("NETWORK", r"is damaged there, model\.safetensors does not have the SHA-256 of the manifest"),
+    unreadable: ("INCOMPATIBLE", r"not a manifest of weights: .*`sie weights push --force`"),
+    newer: ("INCOMPATIBLE", r"the manifest has version 2, this program reads 1"),
+    anothers: ("INCOMPATIBLE", r"has the manifest of org/other@0123"),
+    escaping: ("INCOMPATIBLE", r"names the file '\.\./\.\./\.\./x'"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
+    place: Place, source: Path, tmp_path: Path, broken: Callable[[Place], None]
+) -> None:
+    """A8 4, C13: nothing of it counts as a snapshot; what was right of it is kept for the next try, and `--force` repairs it."""
+    push(place, source)
+    broken(place)
+    error_class, message = BROKEN[broken]
+    with pytest.raises(FetchFailed, match=message) as caught:
+        obtained(place, tmp_path / "cache")
+    assert caught.value.error_class == error_class
+    assert LocalCache(tmp_path / "cache").find(REPOSITORY, COMMIT) is None
+    (stored,) = opened(place).listed()
+    assert opened(place).verify(stored, Progress("it")), "the list or the check of it tells"
+    push(place, source, force=True)
+    assert files_of(obtained(place, tmp_path / "cache")) == files_of(source)
+
+
+def test_without_its_manifest_it_is_a_miss(place: Place, source: Path) -> None:
+    push(place, source)
+    place.delete(f"{PLACE}/{MANIFEST}")
+    assert opened(place).fetch(REPOSITORY, COMMIT) is None
+    assert push(place, source).written in (0, 5), "some stores tell what the objects are"
+    assert opened(place).fetch(REPOSITORY, COMMIT) is not None
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_read_again(faulty: Place, source: Path, tmp_path: Path) -> None:
+    right = (source / LARGE).read_bytes()
+    push(faulty, source)
+    faulty.put(f"{PLACE}/{LARGE}", bytes(len(right)))
+    reads = 0
+
+    def repaired(asked: Request) -> None:
+        nonlocal reads
+        if asked.range and asked.path.endswith(LARGE):
+            reads += 1
+            if reads == 8:
+                faulty.put(f"{PLACE}/{LARGE}", right)
+
+    faulty.server.faults.before = repaired
+    progress = Progress("it")
+    assert files_of(obtained(faulty, tmp_path / "cache", progress=progress)) == files_of(source)
+    assert progress.state().done_bytes == 1_000_008
+
+
+# time, memory, and beginning again
+
+
+def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path, tmp_path: Path) -> None:
+    """Memory is bounded by the parts that are read ahead: never more reads than parts_at_once, each of part_bytes at most."""
+    push(faulty, source)
+    faulty.server.faults = Faults(before=lambda asked: time.sleep(0.05) if asked.range else None)
+    obtained(faulty, tmp_path / "cache")
+    assert 1 < faulty.server.faults.most_at_once <= LIMITS.parts_at_once
+    ranges = [tuple(map(int, asked.range.removeprefix("bytes=").split("-"))) for asked in faulty.server.faults.reads()]
+    assert {end - start + 1 for start, end in ranges if start} == {64 << 10, 1_000_003 % (64 << 10)}
+
+
+def test_a_fetch_that_was_cut_goes_on_where_it_was(faulty: Place, source: Path, tmp_path: Path) -> None:
+    """C13: twice; no byte is read again that was written, and the result is right."""
+    push(faulty, source)
+    for cut_after in (300_000, 500_000):
+        faulty.server.faults = Faults(cut_after=cut_after)
+        with pytest.raises(FetchFailed) as caught:
+            obtained(faulty, tmp_path / "cache")
+        assert caught.value.error_class == "NETWORK"
+        assert LocalCache(tmp_path / "cache").find(REPOSITORY, COMMIT) is None
+    (part,) = (tmp_path / "cache").rglob(f"{LARGE}.part")
+    had = part.stat().st_size
+    assert had > 300_000
+    faulty.server.faults = Faults()
+    assert files_of(obtained(faulty, tmp_path / "cache")) == files_of(source)
+    assert first_read(faulty) == had
+
+
+def test_a_part_that_was_damaged_on_the_disk_is_read_again(place: Place, source: Path, tmp_path: Path) -> None:
+    push(place, source)
+    partial = tmp_path / "cache" / "hub" / "models--org--model" / "partial" / COMMIT
+    partial.mkdir(parents=True)
+    (partial / f"{LARGE}.part").write_bytes(b"damaged" * 1000)
+    (partial / "config.json").write_bytes(b"[]")
+    (partial / "empty.txt.part").write_bytes(b"too long")
+    assert files_of(obtained(place, tmp_path / "cache")) == files_of(source)
+
+
+FETCHER = """
+import sys
+from pathlib import Path
+from sie_adapter.weights import LocalCache
+from sie_adapter.weights.cluster import ClusterCache
+from sie_adapter.weights.ranged import Limits
+url, folder, repository, commit = sys.argv[1:]
+fetch = ClusterCache(url, Limits(part_bytes=1 << 16, parts_at_once=1)).fetch(repository, commit)
+print(LocalCache(Path(folder)).obtain(repository, commit, fetch, "it"), flush=True)
+"""
+
+
+def test_a_fetch_that_is_killed_twice_is_right_in_the_end(faulty: Place, source: Path, tmp_path: Path) -> None:
+    """A8 5: kill -9 in the middle, twice; what was read before the second one is not read again."""
+    push(faulty, source)
+    argv = [sys.executable, "-c", FETCHER, faulty.url, str(tmp_path / "cache"), REPOSITORY, COMMIT]
+    before = 0
+    for _ in range(2):
+        faulty.server.faults = Faults(slow_from=1 << 15, pause_s=0.2)
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as fetcher:
+            until(lambda before=before: _length(tmp_path) > before)  # type: ignore[misc]
+            fetcher.send_signal(signal.SIGKILL)
+        before = _length(tmp_path)
+        assert LocalCache(tmp_path / "cache").find(REPOSITORY, COMMIT) is None
+    faulty.server.faults = Faults()
+    folder = subprocess.run(argv, capture_output=True, check=True, text=True, timeout=60).stdout.strip()
+    assert files_of(Path(folder)) == files_of(source)
+    assert first_read(faulty) == before > 0
+
+
+def first_read(place: Place) -> int:
+    """The first byte of the large file that was asked for since the faults were set."""
+    asked = (each for each in place.server.faults.reads() if each.path.endswith(LARGE))
+    return min(int(each.range.removeprefix("bytes=").split("-")[0]) for each in asked)
+
+
+def _length(tmp_path: Path) -> int:
+    return sum(path.stat().st_size for path in (tmp_path / "cache").rglob(f"{LARGE}.part"))
+
+
+def test_a_slow_store_is_waited_for_while_bytes_come(faulty: Place, source: Path, tmp_path: Path) -> None:
+    """The whole takes longer than the longest wait for the next bytes."""
+    push(faulty, source)
+    faulty.server.faults = Faults(slow_from=1 << 15, piece_bytes=1 << 15, pause_s=0.05)
+    began_s = time.monotonic()
+    limits = Limits(part_bytes=1 << 20, parts_at_once=1, stall_s=1.0, tries=2, pause_s=0.01)
+    assert files_of(obtained(faulty, tmp_path / "cache", limits)) == files_of(source)
+    assert time.monotonic() - began_s > 1.0
+    assert len(faulty.server.faults.reads()) == 4
+
+
+def test_a_store_that_stands_still_ends_in_a_typed_error(
+    seaweed: S3, monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    """Connections stay open and nothing comes, before the manifest and after it."""
+    place = Place.at(seaweed, monkeypatch)
+    push(place, source)
+    limits = Limits(stall_s=0.2, tries=2, pause_s=0.01)
+    fetch = opened(place, limits).fetch(REPOSITORY, COMMIT)
+    assert fetch is not None
+    seaweed.pause()
+    try:
+        began_s = time.monotonic()
+        for call in (
+            lambda: opened(place, limits).fetch(REPOSITORY, COMMIT),
+            lambda: LocalCache(tmp_path).obtain(REPOSITORY, COMMIT, fetch, "it"),
+            lambda: opened(place, limits).listed(),
+            lambda: opened(place, limits).remove(REPOSITORY, COMMIT),
+        ):
+            with pytest.raises(FetchFailed, match=r"within 0\.2 s|nothing came for 0\.2 s") as caught:
+                call()  # type: ignore[no-untyped-call]
+            assert caught.value.error_class == "NETWORK"
+        assert time.monotonic() - began_s < 20
+    finally:
+        seaweed.resume()
+    assert files_of(LocalCache(tmp_path).obtain(REPOSITORY, COMMIT, fetch, "it")) == files_of(source)
+
+
+def test_a_store_that_stands_still_for_a_moment_costs_a_moment(
+    seaweed: S3, monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    place = Place.at(seaweed, monkeypatch)
+    push(place, source)
+    fetch = opened(place, Limits(stall_s=0.3, tries=30, pause_s=0.001)).fetch(REPOSITORY, COMMIT)
+    assert fetch is not None
+    seaweed.pause()
+    later = threading.Timer(1.0, seaweed.resume)
+    later.start()
+    try:
+        assert files_of(LocalCache(tmp_path).obtain(REPOSITORY, COMMIT, fetch, "it")) == files_of(source)
+    finally:
+        later.join()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_store_that_is_down_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        for name, value in aws_environ(url).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(google_account(tmp_path / "account.json", url)))
+        cache = ClusterCache(f"{scheme}://bucket", Limits(tries=2, pause_s=0.01, stall_s=3))
+        with pytest.raises(FetchFailed, match=r"gave no answer that helps \(.*\): is its endpoint right") as caught:
+            cache.fetch(REPOSITORY, COMMIT)
+    assert caught.value.error_class == "NETWORK"
+
+
+@pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down", "429 Too Many Requests"])
+def test_an_answer_that_may_be_another_one_later_is_asked_for_again(faulty: Place, source: Path, tmp_path: Path, status: str) -> None:
+    push(faulty, source)
+    refused: set[Request] = set()
+
+    def once(asked: Request) -> tuple[str, str] | None:
+        if asked in refused:
+            return None
+        refused.add(asked)
+        return status, "SlowDown"
+
+    faulty.server.faults = Faults(refuse=once)
+    assert files_of(obtained(faulty, tmp_path / "cache")) == files_of(source)
+    assert len(refused) > 15
+
+
+# credentials and buckets
+
+
+EXPIRED = [("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied"), ("401 Unauthorized", "x")]
+
+
+@pytest.mark.parametrize(("status", "code"), EXPIRED)
+def test_credentials_that_expire_in_the_middle_are_a_typed_error(
+    faulty: Place, source: Path, tmp_path: Path, status: str, code: str
+) -> None:
+    """Asked once, not again and again; when they are renewed the next try goes on."""
+    push(faulty, source)
+    faulty.server.faults = Faults(refuse=lambda asked: (status, code) if len(faulty.server.faults.reads()) > 8 else None)
+    with pytest.raises(FetchFailed, match=rf"access is refused \(status {status[:3]} {code}\): give credentials") as caught:
+        obtained(faulty, tmp_path / "cache")
+    assert caught.value.error_class == "NETWORK"
+    assert len(faulty.server.faults.reads()) <= 9 + LIMITS.parts_at_once
+    faulty.server.faults = Faults()
+    assert files_of(obtained(faulty, tmp_path / "cache")) == files_of(source)
+    faulty.server.faults.refuse = lambda _: (status, code)
+    for call in (lambda: opened(faulty).listed(), lambda: push(faulty, source), lambda: opened(faulty).remove(REPOSITORY, COMMIT)):
+        with pytest.raises((FetchFailed, PushRefused), match="access is refused"):
+            call()
+
+
+def test_credentials_that_the_store_does_not_know_are_a_typed_error(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place.at(seaweed, monkeypatch)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    with pytest.raises(FetchFailed, match=r"access is refused \(status 403 InvalidAccessKeyId\)"):
+        opened(place).fetch(REPOSITORY, COMMIT)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(FetchFailed, match=r"access is refused \(status 403 SignatureDoesNotMatch\)") as caught:
+        opened(place).listed()
+    assert "wrong" not in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_named(place: Place) -> None:
+    elsewhere = Place(f"{place.url.split(':')[0]}://no-such-bucket/x", place.server)
+    with pytest.raises(FetchFailed, match=r"no bucket no-such-bucket: make it, or name another one in SIE_CLUSTER_CACHE") as caught:
+        opened(elsewhere).listed()
+    assert caught.value.error_class == "NOT_FOUND"

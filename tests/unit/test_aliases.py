@@ -1,0 +1,290 @@
+"""Aliases: what they may say, which target a key gets, how names go through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sie_contracts.aliases import MOST_TARGETS, Alias, Shadow, Target, changes_vectors, check, choose, model_of, resolve_all
+from sie_contracts.catalogue import Catalogue, ModelEntry, parse_document, parse_entry
+from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError, ValidationFailed
+from sie_contracts.options import run_options
+
+COMMIT = "a" * 40
+
+
+def model(name: str, commit: str = COMMIT, **more: Any) -> ModelEntry:
+    weights = {"hub": "org/hub", "revision": commit}
+    return parse_entry({"id": name, "weights": weights, "family": "text-encoder", "outputs": {"dense": 4}, "max_tokens": 16, **more})
+
+
+PROFILES = {"plain": {"run": {"normalize": False}}, "short": {"run": {"dimensions": [2]}}}
+LOCAL = {"path": "/models/x"}
+SUMS, PINNED = {"digests": {"w": "1" * 64}}, {"hub": "org/hub", "revision": COMMIT}
+RANKER = {"family": "cross-encoder", "outputs": {"score": 0}}
+CATALOGUE = Catalogue.of(
+    {
+        entry.id: entry
+        for entry in (
+            model("org/one", profiles=PROFILES), model("org/two", "b" * 40, profiles=PROFILES), model("org/Same", profiles=PROFILES),
+            model("org/other-profile", profiles={**PROFILES, "plain": {}}), model("org/pooled", run={"pooling": "cls"}),
+            parse_entry({**msgspec.to_builtins(model("org/local")), "weights": LOCAL}),
+            parse_entry({**msgspec.to_builtins(model("org/local2")), "weights": LOCAL}),
+            *(
+                parse_entry({**msgspec.to_builtins(model(f"org/folder-{name}")), "weights": {"path": f"/{name}", **weights}})
+                for name, weights in (("a", SUMS), ("b", SUMS), ("c", {"digests": {"w": "2" * 64}}), ("d", PINNED), ("e", PINNED))
+            ),
+            model("org/rank-a", **RANKER), model("org/rank-b", "c" * 40, **RANKER),
+        )
+    },
+    {}, {}, "test:1",
+)  # fmt: skip
+
+
+def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
+    found = parse_document({"id": name, "alias": list(targets), **more})
+    assert isinstance(found, Alias)
+    return found
+
+
+def having(*aliases: Alias) -> Catalogue:
+    return Catalogue.of({**CATALOGUE.entries, **{each.id: each for each in aliases}}, {}, {}, "test:2")
+
+
+def refused(raw: dict[str, Any]) -> dict[str, Any]:
+    with pytest.raises(ValidationFailed) as caught:
+        check(parse_document(raw), CATALOGUE)  # type: ignore[arg-type]
+    (fault,) = caught.value.extras["errors"]
+    assert caught.value.param == fault["loc"]
+    assert fault["message"] in caught.value.message
+    return fault
+
+
+# ---- what it may say
+
+
+def test_the_short_forms_are_the_long_ones() -> None:
+    short = parse_document({"id": "search", "alias": "org/one", "shadow": "org/two"})
+    assert short == Alias("search", (Target("org/one"),), Shadow("org/two"))
+    long = {"id": "search", "alias": [{"model": "org/one", "weight": 1}], "shadow": {"model": "org/two", "share": 1.0}}
+    assert parse_document(long) == short
+    assert parse_document(msgspec.to_builtins(short)) == short  # what is exported can be read again
+
+
+SIX = [f"org/{number}" for number in range(MOST_TARGETS + 1)]
+BROKEN: list[tuple[dict[str, Any], str, str]] = [
+    ({"alias": []}, "$.alias", "expected from 1 to 8 targets, got 0"),
+    ({"alias": SIX}, "$.alias", "got 9"),
+    ({"alias": 3}, "$.alias", "Expected `array`, got `int`"),
+    ({"alias": [{"model": "org/one", "weight": 0}]}, "$.alias[0].weight", "left out"),
+    ({"alias": [{"model": "org/one", "weight": 2.5}]}, "$.alias[0].weight", "Expected `int`"),
+    ({"alias": [{"model": "org/one", "wait": 1}]}, "$.alias[0]", "unknown field `wait`"),
+    ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
+    ({"alias": "org/one", "weights": LOCAL}, "$.alias", "this has weights too: an alias is a document of its own"),
+    ({"alias": "org/one", "bundle": "default"}, "$", "unknown field `bundle`"),
+    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
+    ({"alias": "org/one", "shadow": {"model": "org/two", "share": 1.5}}, "$.shadow.share", "at most 1, got 1.5"),
+    ({"alias": "org/one", "id": "a b"}, "$.id", "not of the form"),
+    ({"alias": "org/one", "id": "org/status"}, "$.id", "not of the form"),
+    ({"alias": "org/one", "id": "org/two"}, "$.id", "a model has the id 'org/two'"),
+    ({"alias": "org/one", "id": "ORG/TWO"}, "$.id", "a model has the id 'org/two'"),
+    ({"alias": "search"}, "$.alias[0].model", "this alias itself"),
+    ({"alias": "search:plain"}, "$.alias[0].model", "this alias itself"),
+    ({"alias": "org/on"}, "$.alias[0].model", "no model named 'org/on'; there is org/one"),
+    ({"alias": "nothing-like-it"}, "$.alias[0].model", "`sie models list`"),
+    ({"alias": "org/one@main"}, "$.alias[0].model", f"has no revision 'main'; there is {COMMIT}"),
+    ({"alias": "org/one:fast"}, "$.alias[0].model", "no profile 'fast'; there is default, plain, short"),
+    ({"alias": ["org/one", "org/two"]}, "$.alias[1].model", "differ from those of org/one, and an index must not mix vectors"),
+    ({"alias": ["org/one", "org/one:plain"]}, "$.alias[1].model", "must not mix vectors"),
+    ({"alias": ["org/one", "org/other-profile"]}, "$.alias[1].model", "must not mix vectors"),
+    ({"alias": ["org/one", "org/pooled"]}, "$.alias[1].model", "must not mix vectors"),
+    ({"alias": ["org/local", "org/local2"]}, "$.alias[1].model", "are not known to be those of org/local"),
+    ({"alias": ["org/folder-a", "org/folder-c"]}, "$.alias[1].model", "differ from those of"),
+    ({"alias": ["org/folder-d", "org/folder-e"]}, "$.alias[1].model", "are not known"),  # a folder may hold anything
+    ({"alias": ["org/one", "org/folder-d"]}, "$.alias[1].model", "are not known"),
+    ({"alias": ["org/one", "org/rank-a"]}, "$.alias[1].model", "some keys would get errors"),
+    ({"alias": "org/one", "shadow": "org/rank-a"}, "$.shadow.model", "org/rank-a does score, but org/one encode"),
+    ({"alias": "org/one", "shadow": "org/one"}, "$.shadow.model", "is a target of the alias already"),
+    ({"alias": "org/one", "shadow": "org/three"}, "$.shadow.model", "no model named"),
+]
+
+
+@pytest.mark.parametrize(("raw", "loc", "message"), BROKEN, ids=[f"{loc} {message}" for _, loc, message in BROKEN])
+def test_what_an_alias_may_not_say_names_the_field_and_the_fix(raw: dict[str, Any], loc: str, message: str) -> None:
+    fault = refused({"id": "search", **raw})
+    assert fault["loc"] == loc
+    assert message in fault["message"]
+
+
+ALIKE: list[dict[str, Any]] = [
+    {"alias": "org/one:plain", "shadow": "org/two"},
+    {"alias": ["org/one", "org/Same"]},  # the same weights and options by another name
+    {"alias": ["org/one:short", "org/other-profile:short"]},
+    {"alias": ["org/folder-a", "org/folder-b"]},
+    {"alias": ["org/rank-a", "org/rank-b"]},  # scores fill no index
+    {"alias": ["org/one", "org/two"], "force": True},
+    {"alias": ["org/local", "org/local2"], "force": True},
+    {"alias": ["org/one", "org/rank-a"], "force": True},
+    {"alias": f"org/one@{COMMIT}:short"},
+]
+
+
+@pytest.mark.parametrize("raw", ALIKE)
+def test_what_holds_is_let_through(raw: dict[str, Any]) -> None:
+    check(alias(raw["alias"]) if isinstance(raw["alias"], str) else parse_document({"id": "search", **raw}), CATALOGUE)  # type: ignore[arg-type]
+
+
+def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
+    catalogue = having(alias("org/one"))
+    for raw, loc, message in (
+        ({"id": "find", "alias": "search"}, "$.alias[0].model", "'search' is an alias, and an alias names models: name 'org/one'"),
+        ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
+        ({"id": "Search", "alias": "org/one"}, "$.id", "differs in case alone"),
+    ):
+        with pytest.raises(ValidationFailed) as caught:
+            check(parse_document(raw), catalogue)  # type: ignore[arg-type]
+        assert caught.value.param == loc
+        assert message in caught.value.message
+    check(alias("org/two"), catalogue)  # its own former version is no twin
+
+
+def test_force_waives_likeness_and_nothing_else() -> None:
+    for raw in ({"alias": "org/on"}, {"alias": "search"}, {"alias": "org/one", "id": "org/two"}):
+        refused({"id": "search", "force": True, **raw})
+
+
+@pytest.mark.parametrize(("before", "after", "differs"), [
+    (["org/one"], ["org/two"], True), (["org/one"], ["org/Same"], False), (["org/one"], ["org/one:plain"], True),
+    (["org/rank-a"], ["org/rank-b"], False), (["org/gone"], ["org/one"], True), (["org/local"], ["org/local"], True),
+    (["org/one", "org/Same"], ["org/Same"], False),
+])  # fmt: skip
+def test_whether_an_index_outlives_a_change_is_told(before: list[str], after: list[str], differs: bool) -> None:
+    assert changes_vectors(alias(*before), alias(*after), CATALOGUE) is differs
+
+
+# ---- names
+
+
+def test_a_name_goes_through_an_alias() -> None:
+    catalogue = having(alias("org/one", name="search"), alias("org/one:plain", name="fixed"))
+    found = catalogue.resolve("search")
+    assert (found.canonical, found.alias, found.requested) == ("org/one", "search", "search")
+    assert catalogue.resolve("SEARCH").alias == "search"
+    assert catalogue.resolve("default:/search").requested == "search"
+    assert catalogue.resolve("search:plain").canonical == catalogue.resolve("fixed").canonical == "org/one:plain"
+    assert catalogue.resolve(f"search@{COMMIT}").entry.id == "org/one"
+    assert catalogue.resolve("fixed:plain").canonical == catalogue.resolve("fixed:default").canonical == "org/one:plain"
+    assert catalogue.resolve("org/one").alias == ""
+    for name, reason in (("search@main", "revision_not_found"), ("search:fast", "profile_not_found"), ("fixed:short", "profile_not_found")):
+        with pytest.raises(ModelNotFound) as caught:
+            catalogue.resolve(name)
+        assert caught.value.reason == reason
+    with pytest.raises(BundleConflict):
+        catalogue.resolve("other:/search")
+    with pytest.raises(ModelNotFound):
+        catalogue.resolve("search", follow=False)
+
+
+def test_what_a_name_may_mean_is_each_target_the_heaviest_first() -> None:
+    parts: list[Any] = ["org/two", {"model": "org/one:plain", "weight": 5}]
+    catalogue = having(alias(*parts, force=True))
+    assert [each.canonical for each in resolve_all(catalogue, "search")] == ["org/one:plain", "org/two"]
+    assert [each.canonical for each in resolve_all(catalogue, "org/one")] == ["org/one"]
+
+
+def test_a_profile_of_the_body_keeps_the_alias() -> None:
+    resolved, _ = run_options(having(alias("org/one")).resolve("search"), {"options": {"profile": "plain"}})
+    assert (resolved.canonical, resolved.alias) == ("org/one:plain", "search")
+
+
+def test_a_gone_target_is_an_error_that_names_the_alias() -> None:
+    """Also where an alias has taken the target's name: no name goes through two."""
+    with pytest.raises(ModelNotFound) as caught:
+        having(alias("org/gone"), alias("search", name="org/gone")).resolve("search")
+    assert caught.value.message == "search is an alias of org/gone: no model named 'org/gone'"
+
+
+def test_a_write_of_an_alias_makes_a_new_snapshot() -> None:
+    two = CATALOGUE.with_model("search", alias("org/one"), 3, "test:2")
+    three = two.with_model("search", alias("org/two"), 4, "test:3")
+    assert [each.resolve("search").entry.id for each in (two, three)] == ["org/one", "org/two"]
+    assert (two.revisions["search"], two.entries, CATALOGUE.aliases) == (3, CATALOGUE.entries, {})
+    assert (two.resolve("SEARCH").alias, two.near("serch")) == ("search", ["search"])
+    four = three.with_model("search", None, 5, "test:4")
+    assert (four.aliases, four.near("serch")) == ({}, [])
+    with pytest.raises(ModelNotFound):
+        four.resolve("SEARCH")
+
+
+@pytest.mark.parametrize(("spec", "named"), [
+    ("org/one", True), ("ORG/one", True), ("default:/org/one", True), (f"org/one@{COMMIT}:plain", True), ("org/one:plain", True),
+    ("org/one-2", False), ("one", False), ("org/two:org/one", False),
+])  # fmt: skip
+def test_which_targets_name_a_model(spec: str, named: bool) -> None:
+    assert (model_of(spec) == "org/one") is named
+
+
+# ---- keys
+
+KEYS = [f"key {number}" for number in range(1500)]
+weights = st.lists(st.integers(1, 1000), min_size=2, max_size=MOST_TARGETS)
+
+
+def split(*parts: int, name: str = "search") -> Alias:
+    return alias(*({"model": f"org/{number}", "weight": weight} for number, weight in enumerate(parts)), name=name)
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights)
+def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
+    """Five standard deviations of a binomial: a right implementation fails once in a million runs."""
+    one = split(*parts)
+    counts = dict.fromkeys((target.model for target in one.alias), 0)
+    for key in KEYS:
+        counts[choose(one, key).model] += 1
+    for target in one.alias:
+        share = target.weight / sum(parts)
+        assert abs(counts[target.model] - share * len(KEYS)) <= 5 * (share * (1 - share) * len(KEYS)) ** 0.5 + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights, st.text(max_size=30), st.data())
+def test_a_key_keeps_its_target(parts: list[int], key: str, data: st.DataObject) -> None:
+    """Whatever the order of the targets is, and with a revision or a shadow that changes; a weight that rises takes no key away."""
+    one = split(*parts)
+    chosen = choose(one, key)
+    mixed = data.draw(st.permutations(one.alias))
+    if key:
+        assert choose(msgspec.structs.replace(one, alias=tuple(mixed), shadow=Shadow("org/x")), key) == chosen
+    pinned = msgspec.structs.replace(one, alias=tuple(Target(f"{each.model}@{COMMIT}", each.weight) for each in one.alias))
+    assert choose(pinned, key).model == f"{chosen.model}@{COMMIT}"
+    more = tuple(Target(each.model, each.weight + data.draw(st.integers(0, 50))) if each == chosen else each for each in one.alias)
+    assert choose(msgspec.structs.replace(one, alias=more), key).model == chosen.model
+
+
+def test_other_aliases_share_out_other_keys_and_nobody_gets_the_heaviest() -> None:
+    one, other = split(50, 50), split(50, 50, name="find")
+    same = sum(choose(one, key).model == choose(other, key).model for key in KEYS)
+    assert 0.4 < same / len(KEYS) < 0.6
+    assert choose(split(10, 90), "").model == "org/1"
+    assert choose(split(50, 50), "").model == "org/0"
+
+
+def test_the_target_of_a_key_is_the_same_on_every_gateway_and_in_every_version() -> None:
+    """These were written down: another hash would move the keys of those who have them."""
+    one = alias({"model": "org/one", "weight": 90}, {"model": "org/two", "weight": 10}, force=True)
+    assert "".join(choose(one, f"key {number}").model[-1] for number in range(40)) == GOLDEN
+
+
+GOLDEN = "eeeeeeeeeeeeoeeeeeeeeeeeeeeoeeeoeeeeeeee"  # the last letters of one and two
+
+
+def test_every_error_of_a_document_is_one_of_ours() -> None:
+    nameless, wrong = {"alias": "org/one"}, {"alias": {"model": 3}, "id": "a"}
+    for raw in (None, [], "x", {"alias": None, "id": "a"}, wrong, {"id": 3, "alias": "org/one"}, nameless):
+        with pytest.raises(SIEError):
+            parse_document(raw)

@@ -1,0 +1,311 @@
+"""The gate: every route and method has a scope, every credential has its scopes, and nothing else gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from inprocess import GatewayProcess, InProcess, settings_of, until
+from msgspec.structs import replace
+from starlette.exceptions import HTTPException
+
+from sie_cli.standalone import standalone
+from sie_contracts.broker import Write
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.runtime import keys as records
+from sie_contracts.runtime.keys import Keys, Limits
+from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.routes import OPEN, SCOPES, Row, Table
+from sie_contracts.settings import SettingError
+from sie_gateway.auth import ROUTES, USER_SCOPES, Gate, Grant
+
+ADMIN, READER, USER = "admin-token-of-a-test", "reader-token-of-a-test", "user-token-of-a-test"
+TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER, "SIE_AUTH_TOKEN": USER}
+EXAMPLES = {"{model:path}": "org/name", "{id:path}": "org/name", "{name}": "mine", "{file}": "mine", "{lane}": "_default.cpu.default"}
+
+# What the documents say, written once more: a row that loses its scope is caught here.
+DOCUMENTED = """
+    infer  POST /v1/encode/org/name /v1/score/org/name /v1/extract/org/name /v1/embeddings /embeddings /v1/rerank /v2/rerank /rerank
+    infer  POST /v2/embed /classify /v1/classify / /embed /embed_all /embed_sparse /predict /similarity /tokenize /decode
+    infer  POST /tei/org/name /tei/org/name/embed /tei/org/name/embed_all /tei/org/name/embed_sparse /tei/org/name/predict
+    infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
+    infer  GET /info /tei/org/name/info
+    read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine /v1/pools/assignments /health / /docs
+    read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status
+    read   GET /v1/configs/models /v1/configs/models/org/name /v1/configs/models/org/name/status /v1/configs/models/org/name/history
+    read   GET /v1/configs/bundles /v1/configs/bundles/org/name /v1/configs/epoch
+    read   POST /v1/configs/resolve
+    pools  POST /v1/pools /v1/pools/mine/renew
+    pools  DELETE /v1/pools/mine
+    config GET /v1/configs/export
+    config POST /v1/configs/models /v1/configs/models/org/name/rollback
+    config PUT /v1/configs/models/org/name
+    config PATCH /v1/configs/models/org/name
+    config DELETE /v1/configs/models/org/name
+    open   GET /healthz /livez /ping /readyz
+"""
+
+
+def example(row: Row) -> str:
+    path = row.path
+    for part, value in EXAMPLES.items():
+        path = path.replace(part, value)
+    return path
+
+
+def calls() -> Iterator[tuple[Row, str, str]]:
+    """Every row with a method and a path of it."""
+    for row in ROUTES:
+        for method in row.methods.split():
+            yield row, method, example(row)
+
+
+def key_with(*scopes: str, expires_s: float = 0.0, limits: Limits = records.NO_LIMITS) -> tuple[records.Key, str]:
+    return records.create("a test", scopes, now_s=time.time(), expires_s=expires_s, limits=limits)
+
+
+async def keys_of(*wanted: records.Key) -> Keys:
+    """The keys of a gateway that has read these from a broker."""
+    server = MemoryServer()
+    bucket = await records.open_bucket(server.connect("operator"), 1)
+    for key in wanted:
+        await bucket.write([Write(key.id, records.encode(key))])
+    keys, stop = Keys(server.connect("gateway"), 1), Stop()
+    following = asyncio.create_task(keys.run(stop))
+    await until(lambda: keys.loaded, "the keys are read")
+    stop.request()
+    await following
+    return keys
+
+
+def outcome(gate: Gate, method: str, path: str, token: str) -> type[Exception] | Grant:
+    try:
+        return gate.check(method, path, f"Bearer {token}" if token else "")
+    except (SIEError, HTTPException) as error:
+        return type(error)
+
+
+def test_every_route_and_method_has_the_documented_scope() -> None:
+    """X14."""
+    documented = {}
+    for line in DOCUMENTED.strip().splitlines():
+        scope, method, *paths = line.split()
+        documented.update({(method, path): scope for path in paths})
+    assert {(method, path): row.scope or "open" for row, method, path in calls()} == documented
+
+
+def test_the_table_refuses_a_second_row_and_a_scope_that_does_not_exist() -> None:
+    for rows in ([Row("GET", "/a", "read"), Row("PUT GET", "/a", "read")], [Row("GET", "/a", "reed")]):
+        with pytest.raises(ValueError, match="GET /a"):
+            Table(rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        ("/v1/models/", "/v1/models"),
+        ("/v1/pools/", "/v1/pools"),
+        ("/v1/pools/assignments", "/v1/pools/assignments"),
+        ("/v1/pools/mine", "/v1/pools/{name}"),
+        ("/v1/pools/mine/renew/", "/v1/pools/{name}/renew"),
+        ("/v1/configs/models/a/b/status", "/v1/configs/models/{id:path}/status"),
+        ("/v1/configs/models/a/status/b", "/v1/configs/models/{id:path}"),
+        ("/tei/a/embed/embed", "/tei/{model:path}/embed"),
+        ("/tei/a/embedded", "/tei/{model:path}"),
+        ("/v1/encode/../../healthz", "/v1/encode/{model:path}"),
+    ],
+)
+def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
+    assert {each.path for each in Table(ROUTES).methods(path).values()} == {row}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/pools/a/b", "/v1/scaling/a/b", "//v1/encode/m", "/V1/encode/m", "/v1/encode/", "/healthz/x", "/readyz/../health", "/metrics", "",
+     "/v1/chat/completions", "/v1/embed", "/vertex", "/invocations", "/v1/jobs", "*"],
+)  # fmt: skip
+def test_a_path_that_no_row_has_is_not_found_and_only_by_those_who_may_read(path: str) -> None:
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
+    assert [outcome(gate, method, path, USER) for method in ("GET", "POST", "DELETE")] == [NotFound] * 3
+    assert outcome(gate, "GET", path, "") is Unauthenticated
+    assert outcome(Gate(settings_of()), "GET", path, "") is NotFound
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+def test_another_method_than_a_path_has_is_refused_with_those_it_has(method: str) -> None:
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
+    paths = {path for _, _, path in calls()}
+    for path in paths:
+        methods = Table(ROUTES).methods(path)
+        if method in methods:
+            continue
+        with pytest.raises(HTTPException) as caught:
+            gate.check(method, path, ADMIN)
+        allowed = ", ".join(name for name, row in methods.items() if row.served)
+        assert (caught.value.status_code, caught.value.headers) == (405, {"Allow": allowed}), path
+
+
+async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else() -> None:
+    """X2, X14: each route, method and credential, in each mode, against a rule that is written here once more."""
+    subsets = [combination for count in range(1, 6) for combination in itertools.combinations(SCOPES, count)]
+    made = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
+    expired_key, expired = key_with(*SCOPES, expires_s=time.time() - 1)
+    revoked_key, revoked = key_with(*SCOPES)
+    keys = await keys_of(*(key for _, key, _ in made), expired_key, replace(revoked_key, revoked_s=time.time()))
+    everybody: list[tuple[str, frozenset[str] | None]] = [
+        ("", None), ("wrong", None), (expired, None), (revoked, None), (USER, USER_SCOPES), (ADMIN, frozenset(SCOPES)), (READER, None),
+    ]  # fmt: skip
+    of_keys: list[tuple[str, frozenset[str] | None]] = [(token, scopes) for scopes, _, token in made]
+    gates = {
+        "none": (Gate(settings_of(**TOKENS)), everybody),
+        "static": (Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS)), everybody),
+        "token": (Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), keys), everybody + of_keys),
+    }
+    count = 0
+    for mode, (gate, credentials) in gates.items():
+        for row, method, path in calls():
+            for token, scopes in credentials:
+                if row.reader and token == READER:
+                    scopes = frozenset({row.scope})
+                if row.scope == OPEN or (mode == "none" and row.scope not in ("config", "admin")):
+                    expected = HTTPException if not row.served else Grant
+                elif scopes is None:
+                    expected = Unauthenticated
+                elif row.scope not in scopes:
+                    expected = PermissionDenied
+                else:
+                    expected = HTTPException if not row.served else Grant
+                found = outcome(gate, method, path, token)
+                found = type(found) if isinstance(found, Grant) else found
+                assert found is expected, f"{mode}: {method} {path} with {sorted(scopes or ())}"
+                count += 1
+    assert count > 3000
+
+
+def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
+    """SIE_POOL_WRITE_ROLE: admin raises what writes, also in mode none; reads stay with users."""
+    writes = [("POST", "/v1/pools"), ("POST", "/v1/pools/mine/renew"), ("DELETE", "/v1/pools/mine")]
+    for mode in ("none", "static"):
+        user, admin = (Gate(settings_of(SIE_AUTH_MODE=mode, SIE_POOL_WRITE_ROLE=role, **TOKENS)) for role in ("user", "admin"))
+        for write in writes:
+            assert isinstance(outcome(user, *write, USER), Grant)
+            refused = outcome(admin, *write, USER)
+            assert refused is PermissionDenied
+            assert isinstance(outcome(admin, *write, ADMIN), Grant)
+            assert outcome(admin, *write, "") is Unauthenticated
+        assert isinstance(outcome(admin, "GET", "/v1/pools/mine", USER), Grant)
+
+
+async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
+    """X15: no name of a key, in this process or in its logs, is part of a token."""
+    limits = Limits(body_bytes=10, items=2, tokens_per_minute=30)
+    key, token = key_with("infer", limits=limits)
+    gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key))
+    grant = gate.check("POST", "/v1/encode/m", f"bearer  {token} ")
+    assert (grant.key, grant.limits) == (key.id, limits)
+    others = [gate.check("POST", "/v1/encode/m", known) for known in (USER, ADMIN)]
+    assert len({grant.key, *(other.key for other in others)}) == 3
+    assert all(other.limits == records.NO_LIMITS and other.key not in (USER, ADMIN) for other in others)
+
+
+@pytest.mark.parametrize(
+    "given", ["Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "\xff\xfe", "x" * 60_000, "Bearer\t", "null", USER[:-1], USER + "x"]
+)
+def test_what_is_no_token_is_not_let_in(given: str) -> None:
+    gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))
+    with pytest.raises(Unauthenticated) as caught:
+        gate.check("GET", "/v1/models", given)
+    assert given.strip() not in caught.value.message or given.strip() == "Bearer"
+
+
+def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
+    """A gateway that starts must not tell good clients that they are strangers; static tokens are known at once."""
+    gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), Keys(MemoryServer().connect("gateway"), 1))
+    assert outcome(gate, "GET", "/v1/models", "sie_whatever") is NotReady
+    assert outcome(gate, "GET", "/v1/models", "") is Unauthenticated
+    assert isinstance(outcome(gate, "GET", "/v1/models", USER), Grant)
+
+
+def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
+    """X2: a process without a broker refuses to start."""
+    started = CliRunner().invoke(standalone, ["--data-dir", str(tmp_path), "--auth-mode", "token"], env={"SIE_AUTH_MODE": None})
+    assert (started.exit_code, "SIE_AUTH_MODE: token keeps its keys in a broker" in started.output) == (2, True)
+    keys = Keys(MemoryServer().connect("gateway"), 1)
+    for settings, given in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
+        with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
+            Gate(settings, given)
+
+
+# over HTTP
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as running:
+        yield running
+
+
+async def statuses(gateway: GatewayProcess, asked: list[tuple[str, str, str]]) -> list[httpx.Response]:
+    """Answers to (method, path, token), twenty at a time."""
+    turns = asyncio.Semaphore(20)
+
+    async def one(method: str, path: str, token: str) -> httpx.Response:
+        async with turns:
+            headers = {"authorization": f"Bearer {token}"} if token else {}
+            content = b"{}" if method in ("POST", "PUT", "PATCH") else None
+            return await gateway.client.request(method, path, headers=headers, content=content)
+
+    return await asyncio.gather(*(one(*each) for each in asked))
+
+
+@pytest.mark.parametrize("mode", ["none", "static", "token"])
+async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InProcess, mode: str) -> None:
+    """X2, X14: nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403 refuses."""
+    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    own, other = {}, {}
+    for scope in SCOPES:
+        for tokens, scopes in ((own, (scope,)), (other, tuple(each for each in SCOPES if each != scope))):
+            key, tokens[scope] = key_with(*scopes)
+            await bucket.write([Write(key.id, records.encode(key))])
+    gateway = await cluster.gateway(SIE_AUTH_MODE=mode, SIE_GATEWAY_REQUEST_TIMEOUT="2", SIE_LOAD_HOLD_S="0", **TOKENS)
+    asked, expected = [], []
+    for row, method, path in calls():
+        guarded = row.scope != OPEN and (mode != "none" or row.scope in ("config", "admin"))
+        has_keys = mode == "token"
+        for token, status in (
+            ("", 401), ("wrong", 401),
+            *([(own[row.scope], 0), (other[row.scope], 403)] if row.scope and has_keys else []),
+            *([(USER, 0 if row.scope in USER_SCOPES else 403), (ADMIN, 0)] if row.scope else []),
+        ):  # fmt: skip
+            asked.append((method, path, token))
+            expected.append(status if guarded else 0)
+    answers = await statuses(gateway, asked)
+    for (method, path, token), wanted, answer in zip(asked, expected, answers, strict=True):
+        told = f"{mode}: {method} {path} with {token[:4]!r}: {answer.status_code} {answer.text[:200]}"
+        if wanted:
+            assert answer.status_code == wanted, told
+            assert answer.headers.get("www-authenticate") == ("Bearer" if wanted == 401 else None), told
+            assert answer.json()["code"] == ("UNAUTHENTICATED" if wanted == 401 else "PERMISSION_DENIED"), told
+        else:
+            assert answer.status_code not in (401, 403, 500), told
+        if token:
+            assert token not in answer.text, told
+
+
+async def test_a_handshake_is_refused_plainly_before_it_is_one(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", **TOKENS)
+    upgrade = {
+        "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
+        "sec-websocket-key": "c2l4dGVlbiBieXRlcyBvbg==",
+    }  # fmt: skip
+    for path in ("/ws/cluster-status", "/ws/status"):
+        refused = await gateway.client.get(path, headers=upgrade)
+        assert (refused.status_code, refused.json()["code"]) == (401, "UNAUTHENTICATED")
+        assert refused.headers["www-authenticate"] == "Bearer"

@@ -1,0 +1,122 @@
+"""Which bundle serves a model: by its family, by the one that it names, by the one that a request or a pool asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_adapter import toy_entry
+from inprocess import settings_of
+
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle, lacking, parse_bundle, serving
+from sie_contracts.catalogue import Catalogue, ModelEntry
+from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.messages import PoolSpec
+from sie_contracts.options import run_options
+from sie_gateway.fleet import Fleet
+from sie_gateway.models import model_info
+
+BUNDLES = {each.id: each for each in (
+    Bundle("spare", priority=7), Bundle("texts", priority=1, families=("toy", "other")), Bundle("eyes", families=("eye",)),
+)}  # fmt: skip
+
+
+def entry(model: str, family: str = "toy", bundle: str = "", **more: Any) -> ModelEntry:
+    return toy_entry(model, family=family, bundle=bundle, **more)
+
+
+CATALOGUE = Catalogue({each.id: each for each in (
+    entry("org/free", profiles={"plain": {"run": {"normalize": False}}}), entry("org/pinned", bundle="spare"), entry("org/eye", "eye"),
+    entry("org/lost", bundle="gone"), entry("org/wrong", "toy", "eyes"),
+)}, {}, BUNDLES)  # fmt: skip
+
+
+def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() -> None:
+    assert serving(BUNDLES, "toy") == ("texts", "spare")
+    assert serving(BUNDLES, "eye") == ("eyes", "spare")
+    assert serving(BUNDLES, "nose") == ("spare",)
+    assert serving({"b": Bundle("b"), "a": Bundle("a")}, "toy") == ("a", "b")
+    assert serving(BUNDLES, "toy", "spare") == ("spare",)
+    assert serving(BUNDLES, "toy", "eyes") == serving(BUNDLES, "toy", "gone") == ()
+    assert serving({}, "toy") == ("default",)
+    assert serving({}, "toy", "named") == ("named",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bundle"),
+    [
+        ("org/free", "texts"), ("spare:/org/free", "spare"), ("texts:/org/free:plain", "texts"), ("org/pinned", "spare"),
+        ("org/eye", "eyes"), ("spare:/ORG/eye", "spare"),
+    ],
+)  # fmt: skip
+def test_a_name_resolves_to_a_bundle_that_can_serve_it(spec: str, bundle: str) -> None:
+    assert CATALOGUE.resolve(spec).bundle == bundle
+
+
+@pytest.mark.parametrize(
+    ("spec", "able", "says"),
+    [
+        ("eyes:/org/free", ["texts", "spare"], "bundle 'eyes' does not serve org/free; texts and spare can: name one of these, or none"),
+        ("none:/org/free", ["texts", "spare"], "bundle 'none' does not serve org/free"),
+        ("texts:/org/pinned", ["spare"], "bundle 'texts' does not serve org/pinned; spare can"),
+        ("org/lost", [], "org/lost cannot be served: there is no bundle 'gone'; name texts or spare, or none"),
+        ("org/wrong", [], "org/wrong cannot be served: bundle 'eyes' has no family 'toy'; name texts or spare, or none"),
+    ],
+)
+def test_what_no_bundle_can_serve_is_a_conflict_that_names_those_that_can(spec: str, able: list[str], says: str) -> None:
+    with pytest.raises(BundleConflict) as caught:
+        CATALOGUE.resolve(spec)
+    assert caught.value.extras == {"compatible_bundles": able}
+    assert caught.value.message.startswith(says)
+
+
+def test_a_family_of_no_bundle_is_told_with_what_there_is() -> None:
+    few = {"texts": BUNDLES["texts"], "eyes": BUNDLES["eyes"]}
+    assert lacking(few, "nose") == ("$.family", "no bundle can serve the family 'nose': eyes has eye; texts has toy, other")
+
+
+def test_a_profile_in_the_options_keeps_the_bundle() -> None:
+    resolved = CATALOGUE.resolve("spare:/org/free")
+    chosen, _ = run_options(resolved, {"options": {"profile": "plain"}}, "encode")
+    assert (chosen.profile, chosen.bundle) == ("plain", "spare")
+
+
+def test_the_lane_is_of_the_bundle_and_a_pool_may_ask_for_another_that_can() -> None:
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of(SIE_MACHINE_PROFILE="cpu"))
+    fleet.spec = lambda pool: None if pool == "_default" else PoolSpec(pool, {"cpu": 1}, bundle=pool)
+    pools = ("_default", "spare", "eyes")
+
+    def lane(spec: str, pool: str) -> str:
+        return str(fleet.lane(CATALOGUE.resolve(spec), pool=pool, machine_profile="", known_pools=pools))
+
+    assert lane("org/free", "_default") == "_default.cpu.texts"
+    assert lane("spare:/org/free", "_default") == "_default.cpu.spare"
+    assert lane("org/free", "spare") == "spare.cpu.spare"
+    for spec, pool in (("org/free", "eyes"), ("texts:/org/free", "spare")):
+        with pytest.raises(BundleConflict):
+            lane(spec, pool)
+
+
+def test_a_model_is_listed_with_all_its_bundles_and_without_one() -> None:
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
+    told = [model_info(CATALOGUE, fleet, CATALOGUE.entries[model])["bundles"] for model in ("org/free", "org/lost")]
+    assert told == [["texts", "spare"], []]
+
+
+@pytest.mark.parametrize(
+    ("raw", "loc"),
+    [
+        ({"id": "Big"}, "$.id"), ({"id": "a" * 64}, "$.id"), ({}, "$"), ({"id": "a", "priority": "x"}, "$.priority"), ([], "$"),
+        ({"id": "a", "requires": ["torch 2"]}, "$.requires[0]"), ({"id": "a", "families": "toy"}, "$.families"),
+    ],
+)  # fmt: skip
+def test_a_broken_bundle_names_its_field(raw: Any, loc: str) -> None:
+    with pytest.raises(ValidationFailed) as caught:
+        parse_bundle(raw)
+    assert caught.value.param == loc
+
+
+def test_requirements_of_all_kinds_are_taken() -> None:
+    requires = ["torch==2.13.0", "transformers>=5.20,<6", "x[extra] ~= 1.2 ; python_version < '4'", "a-b.c_d"]
+    assert parse_bundle({"id": "a", "requires": requires}).requires == tuple(requires)

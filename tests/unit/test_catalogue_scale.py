@@ -1,0 +1,103 @@
+"""Ten thousand models: what a gateway does at its start, for a request and for a delta. Processor time, three times what is promised.
+
+The same over real processes: tests/system/test_config_convergence.py; measured: bench/config.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+
+import large_catalogue
+import msgspec
+import pytest
+
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.names import ALL_COMPARED, Names
+from sie_contracts.runtime import feed
+from sie_contracts.runtime.feed import packaged_catalogue, snapshot
+
+COUNT = 10_000
+MARGIN = 3
+
+
+@pytest.fixture(scope="module")
+def exported() -> bytes:
+    return large_catalogue.export(COUNT)
+
+
+@pytest.fixture(scope="module")
+def large(exported: bytes) -> Catalogue:
+    return asyncio.run(snapshot(feed.decode_export(exported)))
+
+
+async def test_an_export_is_read_in_short_turns_and_little_time(exported: bytes) -> None:
+    """What a full reconcile costs the requests beside it: no turn of the loop is longer than a delta may take."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    begun_s = time.thread_time()
+    read = feed.decode_export(exported)
+    catalogue = await snapshot(read)
+    took_s = time.thread_time() - begun_s
+    counting.cancel()
+    assert (len(catalogue.entries), catalogue.since(next(iter(catalogue.entries)))) == (COUNT, "large:9")
+    assert turns >= COUNT // feed._SLICE - 1
+    assert took_s < MARGIN * 1.0
+
+
+def test_a_catalogue_takes_a_part_of_the_memory_that_a_gateway_may_have(exported: bytes) -> None:
+    tracemalloc.start()
+    try:
+        catalogue = asyncio.run(snapshot(feed.decode_export(exported)))
+        catalogue.find("no such model")
+        catalogue.near("no such model")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 80 << 20
+
+
+def test_a_name_is_resolved_in_microseconds_however_it_is_written(large: Catalogue) -> None:
+    for how, took_us in large_catalogue.resolving(large).items():
+        assert took_us < MARGIN * 50, how
+
+
+def test_a_name_that_there_is_none_of_costs_little_more_than_among_few(large: Catalogue) -> None:
+    assert large_catalogue.unknown_us(large) < MARGIN * 20_000
+
+
+def test_a_delta_is_applied_in_milliseconds(large: Catalogue) -> None:
+    assert large_catalogue.applying_us(large) < MARGIN * 50_000
+
+
+def test_suggestions_among_many_are_those_among_few() -> None:
+    """The pieces of a name choose what it is compared with; nothing that was suggested before is missed."""
+    packaged = packaged_catalogue()
+    others = [f"{letters}/{letters[::-1]}-{number}" for number, letters in enumerate(["qqxw", "zzjk", "wvvu"] * 3000)]
+    many = Names([*packaged.entries, *others])
+    assert len(packaged.entries) <= ALL_COMPARED
+    for asked in ("bge-m4", "BAAI/bge-reranker-v2-m", "sentence-transformer/all-minilm-l6", "gte-modernbert", "intfloat/e5-smal-v2"):
+        few = packaged.near(asked)
+        assert few
+        assert many.near(asked)[0] == few[0]
+    assert many.near("") == many.near("\n\n\n") == []
+
+
+def test_ids_that_differ_in_case_alone_are_ambiguous_and_a_delta_is_seen_by_every_way_of_writing(large: Catalogue) -> None:
+    first = next(iter(large.entries.values()))
+    new = large.with_model("New/Model", msgspec.structs.replace(first, id="New/Model"), 1, "large:12")
+    assert new.resolve("new/model").entry.id == "New/Model"
+    assert "New/Model" in new.near("new/modell")
+    twins = new.with_model("NEW/model", msgspec.structs.replace(first, id="NEW/model"), 1, "large:14")
+    assert twins.find("new/model") is None
+    assert twins.find("New/Model") is not None
+    assert twins.with_model("NEW/model", None, 2, "large:16").find("new/model") is not None
+    assert large.find("new/model") is None

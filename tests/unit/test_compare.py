@@ -1,0 +1,177 @@
+"""`sie models compare` and `sie models alias`: the figures, the samples, and both commands against a cluster in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from fake_adapter import toy_entry
+from inprocess import InProcess
+
+from sie_cli import compare as comparing
+from sie_cli.compare import MOST_TEXTS, Agreement, Sample, agreement_at, compare, figures, lines, neighbours, read, svg
+from sie_sdk.errors import SIEError
+
+TEXTS = [f"text number {number}" for number in range(30)]
+
+
+def naive(one: Any, two: Any, k: int, *, own: bool) -> float:
+    """recall@k by sorting."""
+    shares = []
+    for number in range(len(one[0])):
+        near = []
+        for asking, rows in (one, two):
+            others = [row for row in range(len(rows)) if not (own and row == number)]
+            near.append(set(sorted(others, key=lambda row: -float(asking[number] @ rows[row]))[:k]))
+        shares.append(len(near[0] & near[1]) / k)
+    return float(np.mean(shares))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_recall_is_that_of_a_plain_sort(own: bool) -> None:
+    random = np.random.default_rng(5)
+    rows = [random.normal(size=(24, width)).astype(np.float32) for width in (8, 12)]
+    asking = rows if own else [random.normal(size=(9, width)).astype(np.float32) for width in (8, 12)]
+    near = [neighbours(ask, each, 20, own=own) for ask, each in zip(asking, rows, strict=True)]
+    found = agreement_at(*near)
+    for k in range(1, 21):
+        assert found[k - 1] == pytest.approx(naive((asking[0], rows[0]), (asking[1], rows[1]), k, own=own))
+    assert agreement_at(near[0], near[0]) == pytest.approx([1.0] * 20)
+
+
+def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
+    file = tmp_path / "sample"
+    file.write_text('one\n\n two \none\n{"text": "three"}\n{not json}\n{"query": "q", "documents": ["a", "b", "a"]}\n', "utf-8")
+    assert read(file, MOST_TEXTS) == Sample(("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),))
+    assert read(file, 2).texts == ("one", "two")
+    for wrong in (b'{"txt": "x"}', b'{"query": "q"}', b'{"query": "q", "documents": [1]}'):
+        file.write_bytes(b"fine\n" + wrong)
+        with pytest.raises(click.ClickException, match=r"sample, line 2: expected \{\"text\""):
+            read(file, 3)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(click.ClickException, match="expected a text file in UTF-8"):
+        read(file, 3)
+
+
+def test_what_is_told_and_drawn() -> None:
+    same = Agreement(("a", "b"), (4, 4), ("x", "y"), [0.5, -0.2, 1.0], [0.5, 0.75], [0.5, 1.0], notes=["mind <this>"])
+    assert lines(same) == [
+        "a: 4 wide, fingerprint x", "b: 4 wide, fingerprint y", "cosine of 3: mean 0.4333, median 0.5000, p5 -0.1300, min -0.2000",
+        "recall@1: 0.5000 (by chance 0.5000)", "note: mind <this>",
+    ]  # fmt: skip
+    assert figures(same)["recall"] == {"1": 0.5, "2": 0.75}
+    ranked = Agreement(("a", "<b>"), ranks=[1.0, 0.5])
+    assert lines(ranked)[-1] == "rank correlation of 2: mean 0.7500, median 0.7500, p5 0.5250, min 0.5000"
+    narrow = Agreement(("a", "b"), (4, 8), ("x", "y"), [], [1.0], [1.0])
+    assert figures(narrow)["cosine"] is None
+    for found, panels, bars in ((same, 2, comparing.BINS), (ranked, 1, comparing.BINS), (narrow, 1, 0)):
+        root = ET.fromstring(svg(found))
+        space = "{http://www.w3.org/2000/svg}"
+        assert len(root.findall(f"{space}g")) == panels
+        assert len(root.findall(f".//{space}g/{space}rect")) == bars
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Path:
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(TEXTS), "utf-8")
+    return file
+
+
+async def asked(gateway_url: str, *arguments: str | Path) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, compare, [*map(str, arguments), "--gateway", gateway_url])
+
+
+async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path) -> None:
+    """The toy model's vectors are a hash of its tokens: the same without a prompt, any others with one."""
+    queries, plot = tmp_path / "queries.jsonl", tmp_path / "plot.svg"
+    queries.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[:4]), "utf-8")
+    entries = toy_entry("toy/one"), toy_entry("toy/same"), toy_entry("toy/two", prompts={"document": "passage: {text}"})
+    async with InProcess(tmp_path, *entries) as cluster:
+        url = (await cluster.gateway()).url
+        await cluster.sidecar()
+        same = await asked(url, "toy/one", "toy/same", "--sample", sample, "--json")
+        assert same.exit_code == 0, same.output
+        told = json.loads(same.stdout)
+        assert told["cosine"]["min"] == pytest.approx(1.0, abs=1e-6)
+        assert set(told["recall"].values()) == {1.0}
+        assert len(told["recall"]) == len(TEXTS) - 1
+        assert "do not belong into one index" in told["notes"][0]
+        other = await asked(url, "toy/one", "toy/two", "--sample", sample, "--queries", queries, "--plot", plot)
+        assert other.exit_code == 0, other.output
+        assert "cosine of 30: mean" in other.stdout
+        assert "recall@10: " in other.stdout
+        ET.parse(plot)
+        for arguments, message in (
+            (("toy/one", "toy/gone", "--sample", sample), "no model named 'toy/gone'"),
+            (("toy/one", "toy/two", "--sample", sample, "--queries", tmp_path / "texts.txt", "--plot", tmp_path), "is a directory"),
+        ):
+            failed = await asked(url, *arguments)
+            assert failed.exit_code in (1, 2)
+            assert message in failed.output.replace("\n", " ")
+
+
+def test_the_administrators_token_goes_to_no_address_of_the_command_line(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only to the gateway that the same environment names; a client's token is for whichever gateway is asked."""
+    given: list[tuple[str, str | None]] = []
+
+    def noted(url: str, *, api_key: str | None, connection_budget_s: float) -> None:
+        given.append((url, api_key))
+        raise SIEError("enough")
+
+    monkeypatch.setattr("sie_sdk.SIEClient", noted)
+    here, there = "http://here:1", "http://there:1"
+    admin, auth, named = {"SIE_ADMIN_TOKEN": "admin"}, {"SIE_AUTH_TOKEN": "auth"}, {"SIE_GATEWAY_URL": here}
+    for environ, arguments in (
+        (admin | named, ()), (admin | named, ("--gateway", there)), (admin, ()), (admin | auth, ("--gateway", there)), (admin | auth, ()),
+    ):  # fmt: skip
+        blank = {name: None for name in os.environ if name.startswith("SIE_")}
+        CliRunner().invoke(compare, ["a", "b", "--sample", str(sample), *arguments], env=blank | environ)
+    assert given == [(here, "admin"), (there, None), (comparing.GATEWAY, None), (there, "auth"), (comparing.GATEWAY, "auth")]
+
+
+class Client:
+    """A client whose models score by a rule, and have other outputs than each other."""
+
+    def __init__(self, outputs: dict[str, list[str]], rules: dict[str, Any] | None = None) -> None:
+        self.outputs, self.rules = outputs, rules or {}
+        self.calls: list[tuple[str, str, int]] = []
+
+    def get_model(self, name: str) -> dict[str, Any]:
+        outputs = self.outputs[name]
+        return {"outputs": outputs, "tasks": ["score"] if "score" in outputs else ["encode"], "dims": {}}
+
+    def score(self, model: str, query: str, documents: list[str], **options: Any) -> dict[str, Any]:
+        assert options == {"on_item_error": "fail", "priority": "bulk"}
+        self.calls.append((model, query, len(documents)))
+        scores = [{"item_id": f"item-{number}", "score": self.rules[model](text)} for number, text in enumerate(documents)]
+        return {"scores": sorted(scores, key=lambda each: -each["score"]), "fingerprint": model}
+
+
+def test_rerankers_are_compared_by_rank() -> None:
+    client = Client({"a": ["score"], "b": ["score"]}, {"a": len, "b": lambda text: -len(text)})
+    sample = Sample(("x", "xx", "xxx", "xxxx"))
+    found = comparing._compared(client, ("a", "b"), sample, ())  # type: ignore[arg-type]
+    assert found.ranks == pytest.approx([-1.0] * 4)  # each text is asked among the others
+    assert {count for *_, count in client.calls} == {3}
+    own = Sample((), (("q", ("x", "xx", "xxx")), ("few", ("x",))))
+    assert comparing._compared(client, ("a", "a"), own, ()).ranks == pytest.approx([1.0])  # type: ignore[arg-type]
+    client.rules["b"] = lambda text: 0.0
+    with pytest.raises(click.ClickException, match="the same score"):
+        comparing._compared(client, ("a", "b"), own, ())  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_compared_says_what_can() -> None:
+    client = Client({"a": ["score"], "b": ["sparse"]})
+    with pytest.raises(click.ClickException, match="nothing to compare: a has score; b has sparse"):
+        comparing._compared(client, ("a", "b"), Sample(("x",)), ())  # type: ignore[arg-type]
+    with pytest.raises(click.ClickException, match="no query with at least 3 documents"):
+        comparing._compared(client, ("a", "a"), Sample(("x",)), ())  # type: ignore[arg-type]

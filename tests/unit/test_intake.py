@@ -1,0 +1,125 @@
+"""Bodies: their size, what a gateway holds of them at once, and routes that read bodies themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import pytest
+
+from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
+from sie_contracts.runtime.http import Receive
+from sie_gateway.attach import ClientGone
+from sie_gateway.intake import FREE_BYTES, Intake, bounded, check_length
+
+MIB = 1 << 20
+
+
+def sending(*pieces: bytes, then: Callable[[], Any] | None = None) -> Receive:
+    """What a client sends; after the last piece `then` is awaited, or the body ends."""
+    left = list(pieces)
+
+    async def receive() -> MutableMapping[str, Any]:
+        if left:
+            piece = left.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(left) or then is not None}
+        assert then is not None
+        await then()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def test_a_body_arrives_whole_and_is_held_until_it_is_closed() -> None:
+    intake = Intake(10 * MIB)
+    reader = intake.reader({}, sending(b"a" * MIB, b"b" * MIB), 5 * MIB)
+    assert await reader.read() == b"a" * MIB + b"b" * MIB
+    assert intake.held_bytes == 2 * MIB - FREE_BYTES
+    reader.close()
+    reader.close()
+    assert intake.held_bytes == 0
+
+
+@pytest.mark.parametrize("declared", ["11", "9" * 18, "9" * 400])
+async def test_what_is_announced_as_too_large_is_refused_before_it_is_read(declared: str) -> None:
+    async def never() -> MutableMapping[str, Any]:
+        raise AssertionError("read")
+
+    with pytest.raises(PayloadTooLarge) as caught:
+        await Intake().reader({"content-length": declared}, never, 10).read()
+    assert caught.value.extras == {"limit": 10}
+
+
+@pytest.mark.parametrize("declared", [{}, {"content-length": "3"}, {"content-length": "-1"}, {"content-length": "³"}])
+async def test_what_turns_out_too_large_is_refused_as_soon_as_it_does(declared: dict[str, str]) -> None:
+    with pytest.raises(PayloadTooLarge):
+        await Intake().reader(declared, sending(b"x" * 10, b"x", b"never read"), 10).read()
+    assert await Intake().reader(declared, sending(b"x" * 10), 10).read() == b"x" * 10
+
+
+async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
+    """1. three clients send most of 4 MiB and stop; 2. the next large body has no room and is told to come again; 3. small ones pass;
+    4. one of the three goes away, and there is room."""
+    intake, ever = Intake(12 * MIB), asyncio.Event()
+    stuck = [intake.reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB) for _ in range(3)]
+    reading = [asyncio.create_task(reader.read()) for reader in stuck]
+    await asyncio.sleep(0)
+    assert intake.held_bytes == 3 * (4 * MIB - FREE_BYTES)
+    late = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
+    with pytest.raises(QueueFull) as caught:
+        await late.read()
+    assert (caught.value.retryable, caught.value.param) == (True, "body")
+    late.close()
+    for _ in range(600):
+        assert len(await intake.reader({}, sending(b"x" * FREE_BYTES), MIB).read()) == FREE_BYTES
+    stuck[0].close()
+    again = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
+    assert len(await again.read()) == 2 * MIB
+    ever.set()
+    ended = await asyncio.gather(*reading, return_exceptions=True)
+    assert [type(each) for each in ended] == [ClientGone] * 3
+    for reader in (*stuck, again):
+        reader.close()
+    assert intake.held_bytes == 0
+
+
+async def test_one_body_is_never_refused_for_the_room_it_takes_itself() -> None:
+    assert len(await Intake(MIB).reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB), 10 * MIB).read()) == 3 * MIB
+
+
+async def test_routes_that_read_bodies_themselves_have_bounds_too() -> None:
+    receive = bounded(sending(b"x" * 5, b"x" * 5, b"x"), limit=10)
+    assert [len((await receive())["body"]) for _ in range(2)] == [5, 5]
+    with pytest.raises(PayloadTooLarge):
+        await receive()
+    with pytest.raises(PayloadTooLarge):
+        check_length({"content-length": "11"}, 10)
+
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    slow = bounded(sending(b"x", then=forever), within_s=0.01)
+    await slow()
+    with pytest.raises(GatewayTimeout):
+        await slow()
+
+
+async def test_whoever_waits_for_the_client_to_leave_is_not_bounded() -> None:
+    """A finished body ends the bound: what comes then is the end of the connection, whenever that is."""
+    left = asyncio.Event()
+    pieces = [{"type": "http.request", "body": b"x", "more_body": False}]
+
+    async def whole_then_gone() -> MutableMapping[str, Any]:
+        if pieces:
+            return pieces.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    receive = bounded(whole_then_gone, within_s=0.01)
+    await receive()
+    waiting = asyncio.ensure_future(receive())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    left.set()
+    assert (await waiting)["type"] == "http.disconnect"

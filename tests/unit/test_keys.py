@@ -1,0 +1,297 @@
+"""Keys in the broker: what is stored, what gateways know, and what becomes of it when the broker or the bucket goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from inprocess import InProcess, until
+from msgspec.structs import replace
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from sie_contracts import topology
+from sie_contracts.broker import Entry, KeyValue, Subscription, Write
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.runtime import keys as records
+from sie_contracts.runtime.keys import Key, Keys, Limits
+from sie_contracts.runtime.process import Stop
+
+REVOKED_WITHIN_S = 1.0
+
+
+@dataclass
+class Followed:
+    """The keys of a gateway that follows a bucket, and the operator's hand on it."""
+
+    server: MemoryServer
+    keys: Keys
+    bucket: KeyValue
+
+    async def put(self, key: Key) -> None:
+        await self.bucket.write([Write(key.id, records.encode(key))])
+
+    async def made(self, *scopes: str) -> tuple[Key, str]:
+        """A key that the gateway knows."""
+        key, token = records.create("a test", scopes or ("infer",), now_s=time.time())
+        await self.put(key)
+        await until(lambda: self.keys.find(token), "the key is known")
+        return key, token
+
+
+@pytest.fixture
+async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
+    monkeypatch.setattr(records, "CHECK_S", 0.02)
+    monkeypatch.setattr(records, "RETRY_S", 0.02)
+    server = MemoryServer()
+    keys, stop = Keys(server.connect("gateway"), 1), Stop()
+    following = asyncio.create_task(keys.run(stop))
+    await until(lambda: keys.loaded, "the keys are read")
+    yield Followed(server, keys, await records.open_bucket(server.connect("operator"), 1))
+    stop.request()
+    await following
+
+
+def test_no_part_of_a_token_is_stored() -> None:
+    """X15: not even eight of its characters. And a token is 256 random bits, always others."""
+    made = [records.create(f"name {number}", ("infer",), now_s=1.0) for number in range(50)]
+    stored = b"".join(records.encode(key) for key, _ in made).decode()
+    for _, token in made:
+        secret = token.removeprefix("sie_")
+        assert len(secret) == 43, "32 bytes in base 64"
+        assert not any(secret[start : start + 8] in stored for start in range(len(secret) - 7))
+    assert len({token for _, token in made}) == len({key.id for key, _ in made}) == 50
+
+
+async def test_a_key_is_found_by_its_token_alone(followed: Followed) -> None:
+    key, token = await followed.made()
+    assert followed.keys.find(token) == key
+    for other in ("", token[:-1], token + "x", token.upper(), key.id, key.digest):
+        assert followed.keys.find(other) is None
+
+
+async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None:
+    """1. a key is good; 2. its record is written as revoked; 3. gateways know, without asking."""
+    key, token = await followed.made()
+    assert key.ended(time.time()) == ""
+    began_s = time.monotonic()
+    await followed.put(replace(key, revoked_s=time.time()))
+    await until(lambda: (found := followed.keys.find(token)) and found.ended(time.time()) == "was revoked", "the revocation is known")
+    assert time.monotonic() - began_s < REVOKED_WITHIN_S
+    await followed.bucket.write([Write(key.id, None)])
+    await until(lambda: followed.keys.find(token) is None, "the key is forgotten")
+
+
+def test_a_key_ends_at_its_time() -> None:
+    key, _ = records.create("a test", ("infer",), now_s=100.0, expires_s=200.0)
+    assert [key.ended(now_s) for now_s in (199.9, 200.0, 1e12)] == ["", "has expired", "has expired"]
+    assert replace(key, expires_s=0.0).ended(1e12) == ""
+    assert replace(key, revoked_s=150.0).ended(100.0) == "was revoked", "whatever the clock says"
+
+
+FOREIGN = b'{"id":"other","name":"","digest":"","scopes":[],"created_s":0}'
+
+
+@pytest.mark.parametrize("damage", [b"", b"null", b"[]", b'{"id": "x"}', b"\xff", FOREIGN])
+async def test_a_record_that_cannot_be_read_is_nobodys_key(followed: Followed, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Fail closed: also where a good record was before. The others stay."""
+    (key, token), (_, another) = await followed.made(), await followed.made()
+    await followed.bucket.write([Write(key.id, damage)])
+    await until(lambda: followed.keys.find(token) is None, "the damaged key is dropped")
+    assert followed.keys.find(another) is not None
+    assert f"key {key.id} cannot be read" in caplog.text
+
+
+async def test_a_field_of_a_newer_version_does_no_harm(followed: Followed) -> None:
+    """P2."""
+    key, token = records.create("a test", ("infer",), now_s=1.0)
+    newer = {**json.loads(records.encode(key)), "colour": "red"}
+    await followed.bucket.write([Write(key.id, json.dumps(newer).encode())])
+    assert await until(lambda: followed.keys.find(token), "the key is known") == key
+
+
+async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_out(followed: Followed) -> None:
+    """1. a key is known; 2. the broker goes; 3. it still is, and what nobody made is not; 4. the broker is back with a revocation."""
+    key, token = await followed.made()
+    gateway = followed.keys._broker
+    gateway.disconnect()  # type: ignore[attr-defined]
+    await asyncio.sleep(0.1)  # several looks at a broker that is not there
+    assert followed.keys.find(token) == key
+    assert followed.keys.find("sie_stranger") is None
+    await followed.put(replace(key, revoked_s=time.time()))
+    assert followed.keys.find(token) == key
+    gateway.reconnect()  # type: ignore[attr-defined]
+    await until(lambda: (found := followed.keys.find(token)) and found.revoked_s, "the revocation is known")
+
+
+async def test_a_bucket_that_was_lost_took_its_keys_with_it(followed: Followed) -> None:
+    """1. a key is known; 2. the bucket is gone and made anew; 3. the key is nobody's, a new one is known."""
+    _, token = await followed.made()
+    await asyncio.sleep(0.005)  # buckets are told apart by when they were made
+    del followed.server.buckets[topology.KEYS_BUCKET]
+    await until(lambda: followed.keys.find(token) is None, "the key of the lost bucket is forgotten")
+    followed.bucket = await records.open_bucket(followed.server.connect("operator"), 1)
+    await followed.made()
+
+
+@dataclass
+class Behind:
+    """A bucket whose entries come from a replica that has not seen the last of it; all else is its leader's answer."""
+
+    bucket: KeyValue
+    seen: list[Entry]
+
+    async def entries(self) -> list[Entry]:
+        return self.seen
+
+    async def epoch(self) -> str:
+        return await self.bucket.epoch()
+
+    async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int) -> Subscription:
+        return await self.bucket.watch(handler, after)
+
+
+@pytest.mark.parametrize("seen", ["one", "none"])
+async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. of two keys one is revoked; 2. a process starts and reads from a replica that has not seen that; 3. it hears of it."""
+    broker = MemoryServer().connect("gateway")
+    bucket = await records.open_bucket(broker, 1)
+    (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
+    await bucket.write([Write(bad.id, records.encode(bad))])
+    behind = Behind(bucket, await bucket.entries() if seen == "one" else [])
+    await bucket.write([Write(bad.id, records.encode(replace(bad, revoked_s=2.0)))])
+    await bucket.write([Write(good.id, records.encode(good))])
+
+    async def opened(*_: object) -> Behind:
+        return behind
+
+    monkeypatch.setattr(records, "open_bucket", opened)
+    keys, stop = Keys(broker, 1), Stop()
+    following = asyncio.create_task(keys.run(stop))
+    try:
+        await until(lambda: (found := keys.find(revoked)) and found.ended(3.0) == "was revoked", "the revocation is known")
+        await until(lambda: keys.find(token), "the key is known")
+    finally:
+        stop.request()
+        await following
+
+
+def test_limits_say_nothing_where_there_are_none() -> None:
+    key, _ = records.create("a test", ("infer",), now_s=1.0)
+    assert b"limits" not in records.encode(key)
+    limited, _ = records.create("a test", ("infer",), now_s=1.0, limits=Limits(items=3))
+    assert json.loads(records.encode(limited))["limits"] == {"items": 3}
+
+
+# at a gateway
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as running:
+        yield running
+
+
+async def limited(cluster: InProcess, **limits: int) -> str:
+    """The token of a key with these limits."""
+    key, token = records.create("a test", ("infer", "read"), now_s=time.time(), limits=Limits(**limits))
+    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    await bucket.write([Write(key.id, records.encode(key))])
+    return token
+
+
+async def test_a_key_may_send_what_its_limits_say_and_another_key_more(cluster: InProcess) -> None:
+    """Size and number are refused as the limits for all are: coming again would not help. X11: no token in an answer."""
+    narrow, wide = await limited(cluster, body_bytes=200, items=2), await limited(cluster)
+    gateway = await cluster.gateway(SIE_AUTH_MODE="token")
+    await cluster.sidecar()
+
+    async def sent(token: str, *texts: str, path: str = "/v1/encode/toy/one") -> tuple[int, str, str]:
+        field = "items" if "encode" in path else "input"
+        answer = await gateway.client.post(path, json={field: list(texts), "model": "toy/one"}, headers={"authorization": token})
+        error = answer.json().get("error", {})
+        assert token not in answer.text
+        return answer.status_code, str(error.get("code", "")).upper(), error.get("reason", "")
+
+    for path in ("/v1/encode/toy/one", "/v1/embeddings"):
+        assert await sent(narrow, "a", "b", path=path) == (200, "", "")
+        assert await sent(narrow, "a", "b", "c", path=path) == (400, "INVALID_INPUT", "too_many_items")
+        assert await sent(narrow, "a" * 200, path=path) == (413, "PAYLOAD_TOO_LARGE", "")
+        assert await sent(wide, "a" * 100, "b" * 100, "c" * 100, path=path) == (200, "", "")
+    chunked = gateway.client.post("/v1/encode/toy/one", content=_pieces(b"x" * 100, 3), headers={"authorization": narrow})
+    assert (await chunked).status_code == 413
+
+
+async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield piece
+
+
+async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(cluster: InProcess) -> None:
+    """1. 60 tokens of 100 are used, as the worker counts them; 2. 50 more are 429; 3. 30 more pass; 4. another key is not concerned;
+    5. 200 at once are 413: no minute allows them."""
+    token, other = await limited(cluster, tokens_per_minute=100), await limited(cluster, tokens_per_minute=1000)
+    gateway = await cluster.gateway(SIE_AUTH_MODE="token")
+    await cluster.sidecar()
+
+    async def sent(characters: int, token: str = token) -> httpx.Response:
+        return await gateway.encode("x" * characters, Authorization=f"Bearer {token}")
+
+    used = await sent(58)
+    assert (used.status_code, used.json()["usage"]["total_tokens"]) == (200, 60)
+    refused = await sent(180)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["type"], error["retryable"]) == (429, "RATE_LIMITED", "rate_limit_error", True)
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert refused.headers["x-should-retry"] == "true"
+    assert (await sent(28)).status_code == 200
+    assert (await sent(180, other)).status_code == 200
+    assert ((huge := await sent(500)).status_code, huge.json()["error"]["limit"]) == (413, 100)
+
+
+async def test_what_a_gateway_could_not_do_costs_no_quota(cluster: InProcess) -> None:
+    """A lane without workers answers 503, or 202 to those who wait for it; the quota stays whole."""
+    token = await limited(cluster, tokens_per_minute=20)
+    gateway = await cluster.gateway(SIE_AUTH_MODE="token", SIE_LOAD_HOLD_S="0.01")
+    for _ in range(5):
+        assert (await gateway.encode("x" * 40, Authorization=token)).json()["code"] == "PROVISIONING"
+        assert (await gateway.encode("x" * 40, Authorization=token, X_SIE_SDK_Version="0.3.1")).status_code == 202
+
+
+async def socket_frames(socket: ClientConnection) -> AsyncIterator[str | bytes]:
+    """What comes until it is closed."""
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            yield await socket.recv()
+
+
+async def test_a_websocket_ends_with_its_key(cluster: InProcess) -> None:
+    """1. frames come; 2. the key is revoked; 3. the next frame is a close that says why, and a new handshake is refused."""
+    key, token = records.create("a test", ("read",), now_s=time.time())
+    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    await bucket.write([Write(key.id, records.encode(key))])
+    gateway = await cluster.gateway(SIE_AUTH_MODE="token")
+    url, headers = gateway.url.replace("http", "ws") + "/ws/cluster-status", {"authorization": token}
+    async with asyncio.timeout(20), connect(url, additional_headers=headers) as socket:
+        await socket.recv()
+        await bucket.write([Write(key.id, records.encode(replace(key, revoked_s=time.time())))])
+        frames = [frame async for frame in socket_frames(socket)]
+        assert len(frames) < 5
+        assert (socket.close_code, socket.close_reason) == (1008, "UNAUTHENTICATED")
+        with pytest.raises(InvalidStatus):
+            await connect(url, additional_headers=headers)
+
+
+async def test_a_gateway_that_is_ready_knows_its_keys(cluster: InProcess) -> None:
+    """The first request of a good client is never a 401."""
+    tokens = [await limited(cluster) for _ in range(100)]
+    gateway = await cluster.gateway(SIE_AUTH_MODE="token")
+    answer = await gateway.client.get("/v1/models", headers={"authorization": tokens[-1]})
+    assert answer.status_code == 200

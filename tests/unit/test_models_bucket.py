@@ -1,0 +1,225 @@
+"""SIE_MODELS_DIR in a bucket: what is read of it, and what is told when that does not work."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from inprocess import settings_of, until
+from object_stores import S3, Faults, Moto, Place, Request, aws_environ
+
+from sie_config import reload
+from sie_config.bucket import BucketFolder
+from sie_config.overlay import MOST_FILE_BYTES, SUFFIXES, Overlay, wanted_models
+from sie_config.process import prepare
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import ValidationFailed
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import SettingError
+from sie_contracts.stores import Patience
+
+ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
+QUICK = Patience(stall_s=0.3, tries=2, pause_s=0.01)
+
+
+def put(place: Place, name: str, text: str) -> None:
+    place.put(name, text.encode())
+
+
+def own(found: Overlay) -> dict[str, int]:
+    """The models of the overlay, without the packaged ones, whose reading takes a second."""
+    return {entry.id: entry.max_tokens for entry in found._documents().values() if isinstance(entry, ModelEntry)}
+
+
+def overlay(place: Place) -> Overlay:
+    return Overlay(settings_of(SIE_MODELS_DIR=place.url))
+
+
+def test_models_of_a_bucket_are_laid_over_the_packaged_catalogue(place: Place) -> None:
+    """SIE_MODELS_DIR: s3:// and gs://, folders below the prefix too; what is hidden, or no file of models, is not looked at."""
+    put(place, "a.yaml", ENTRY.format("org/a", 8))
+    put(place, "deep/er/b.yml", ENTRY.format("org/b", 9))
+    put(place, ".hidden/c.yaml", "half")
+    put(place, "readme.txt", "half")
+    assert own(overlay(place)) == {"org/a": 8, "org/b": 9}
+    found = wanted_models(settings_of(SIE_MODELS_DIR=place.url, SIE_MODEL_FILTER="org/a"))
+    assert {name: source for name, (_, source) in found.items()} == {"org/a": "overlay"}
+
+
+def test_only_what_changed_is_read_again(faulty: Place) -> None:
+    """A second look costs a list; a changed, a new and a removed object are noticed."""
+    for name in "abc":
+        put(faulty, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
+    found = overlay(faulty)
+    assert set(own(found)) == {"org/a", "org/b", "org/c"}
+    before = found.look()
+    assert found.look() == before
+    faulty.server.faults.requests.clear()
+    own(found)
+    assert faulty.server.faults.reads() == []
+    put(faulty, "a.yaml", ENTRY.format("org/a", 9))
+    faulty.delete("b.yaml")
+    put(faulty, "d.yaml", ENTRY.format("org/d", 7))
+    assert found.look() != before
+    faulty.server.faults.requests.clear()
+    assert own(found) == {"org/a": 9, "org/c": 8, "org/d": 7}
+    assert sorted(asked.path.rpartition("/")[2] for asked in faulty.server.faults.reads()) == ["a.yaml", "d.yaml"]
+
+
+def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place) -> None:
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    put(faulty, "b.yaml", ENTRY.format("org/b", 8))
+    faulty.server.faults.refuse = lambda asked: ("404 Not Found", "NoSuchKey") if asked.path.endswith("b.yaml") else None
+    assert own(overlay(faulty)) == {"org/a": 8}
+
+
+def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(place: Place) -> None:
+    """Of a longer one the first bytes would often be YAML too; an empty one may have become any length, and any one empty."""
+    longer = ENTRY.format("org/a", 123456)
+    for name, text in (("a", longer), ("empty", ""), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
+        put(place, f"{name}.yaml", text)
+    sizes = {"a.yaml": len(longer) - 3, "empty.yaml": 0, "filled.yaml": 0, "huge.yaml": 0}
+    if not place.url.startswith("gs://"):  # Google's emulator has no answer to a range of nothing
+        sizes["emptied.yaml"] = 9
+    found = BucketFolder(place.url, SUFFIXES).read(sizes, 4000)
+    expected = {"a.yaml": longer, "empty.yaml": "", "filled.yaml": longer, "huge.yaml": "#" * 4000, "emptied.yaml": ""}
+    assert found == {name: expected[name].encode() for name in sizes}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("id: org/a\nweights: 3\n", r"^new/a\.yaml: \$\.weights \(line 2\): Expected `object`, got `int`"),
+        ("{", r"^new/a\.yaml: "),
+        ("", r"^new/a\.yaml: "),
+        ("#" * (MOST_FILE_BYTES + 10), rf"^new/a\.yaml: \$: expected at most {MOST_FILE_BYTES} bytes, got {MOST_FILE_BYTES + 1}"),
+    ],
+    ids=["field", "syntax", "empty", "large"],
+)
+def test_a_broken_file_is_named_with_its_place(place: Place, text: str, message: str) -> None:
+    """All files are read or none."""
+    put(place, "good.yaml", ENTRY.format("org/good", 8))
+    put(place, "new/a.yaml", text)
+    with pytest.raises(ValidationFailed, match=message):
+        own(overlay(place))
+
+
+def test_a_prefix_without_models_and_a_bucket_that_is_not_there_end_the_start(place: Place) -> None:
+    put(place, "readme.txt", "x")
+    with pytest.raises(SettingError, match=rf"^SIE_MODELS_DIR: {place.url} holds no \*\.yaml or \*\.yml: put one there, or name"):
+        own(overlay(place))
+    nowhere = f"{place.url.split(':')[0]}://no-such-bucket/models"
+    with pytest.raises(SettingError, match=rf"^SIE_MODELS_DIR: {nowhere}: there is no such bucket: make it, or name another one"):
+        own(Overlay(settings_of(SIE_MODELS_DIR=nowhere)))
+
+
+REFUSED: list[tuple[str, str]] = [("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied")]
+
+
+@pytest.mark.parametrize("where", ["list", "body"])
+@pytest.mark.parametrize(("status", "code"), REFUSED)
+def test_credentials_that_expired_end_the_start_with_what_to_do(faulty: Place, status: str, code: str, where: str) -> None:
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    faulty.server.faults.refuse = lambda asked: (status, code) if asked.path.endswith("a.yaml") == (where == "body") else None
+    with pytest.raises(SettingError, match=rf"access is refused \(status {status[:3]} {code}\): give credentials that may list"):
+        own(overlay(faulty))
+
+
+def test_an_answer_that_may_be_another_one_later_is_asked_for_again(faulty: Place) -> None:
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    refused: set[Request] = set()
+
+    def once(asked: Request) -> tuple[str, str] | None:
+        if asked in refused:
+            return None
+        refused.add(asked)
+        return "503 Slow Down", "SlowDown"
+
+    faulty.server.faults = Faults(refuse=once)
+    assert own(overlay(faulty)) == {"org/a": 8}
+    assert len(refused) == 2
+
+
+def folder_at(url: str) -> BucketFolder:
+    return BucketFolder(url, SUFFIXES, QUICK)
+
+
+def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within bounds of time, in the list and in the bodies; when it comes back the same object reads on."""
+    place = Place.at(seaweed, monkeypatch)
+    put(place, "a.yaml", "x")
+    folder = folder_at(place.url)
+    calls: list[Callable[[], object]] = [folder.look, lambda: folder.read({"a.yaml": 1}, 10)]
+    seaweed.pause()
+    try:
+        began_s = time.monotonic()
+        for call in calls:
+            with pytest.raises(SettingError, match=r"no answer that helps \(no answer within 0\.3 s\): is its endpoint right \(AWS_"):
+                call()
+        assert time.monotonic() - began_s < 10
+    finally:
+        seaweed.resume()
+    assert folder.read({"a.yaml": 1}, 10) == {"a.yaml": b"x"}
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        for name, value in aws_environ(f"http://127.0.0.1:{unused.getsockname()[1]}").items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: s3://bucket/x: the store gave no answer that helps"):
+            folder_at("s3://bucket/x").look()
+
+
+async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
+    faulty: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change becomes a write; what is broken, or a store that refuses, changes nothing, and what comes afterwards is followed again."""
+    monkeypatch.setattr(reload, "BUCKET_LOOK_S", 0.05)
+    monkeypatch.setattr(reload, "IDLE_SHARE", 1.0)
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    stop = Stop()
+    prepared = await prepare(settings_of(SIE_MODELS_DIR=faulty.url, SIE_MODEL_FILTER="org/a"), MemoryServer().connect("sie-config"))
+    follows = asyncio.create_task(reload.Reload(prepared.store, prepared.overlay, prepared.seen).run(stop))
+
+    async def has(tokens: int) -> None:
+        for _ in range(600):
+            if ((await prepared.store.held("org/a")).entry or {}).get("max_tokens") == tokens:
+                return
+            await asyncio.sleep(0.05)
+        pytest.fail(f"org/a did not come to {tokens} tokens")
+
+    async def looks() -> None:
+        seen = len(faulty.server.faults.requests)
+        await until(lambda: len(faulty.server.faults.requests) >= seen + 6, "looks")
+
+    try:
+        await has(8)
+        await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 9))
+        await has(9)
+        await asyncio.to_thread(put, faulty, "a.yaml", "id: org/a\n")
+        await looks()
+        faulty.server.faults.refuse = lambda _: ("403 Forbidden", "AccessDenied")
+        await looks()
+        await has(9)
+        faulty.server.faults.refuse = lambda _: None
+        await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 10))
+        await has(10)
+        faulty.server.faults.refuse = lambda asked: ("403 Forbidden", "AccessDenied") if asked.range else None  # lists are answered
+        await asyncio.to_thread(put, faulty, "a.yaml", ENTRY.format("org/a", 11))
+        await until(lambda: "a change of the folder of models waits: SIE_MODELS_DIR" in caplog.text, "the log")
+        await has(10)
+        faulty.server.faults.refuse = lambda _: None
+        await has(11)
+    finally:
+        stop.request()
+        await follows
+
+
+def test_many_small_files_are_read_some_at_once(faulty: Place, moto: Moto) -> None:
+    for number in range(40):
+        put(faulty, f"{number}.yaml", ENTRY.format(f"org/m{number}", 8))
+    moto.faults = Faults(before=lambda asked: time.sleep(0.02) if asked.range else None)
+    assert len(own(overlay(faulty))) == 40
+    assert 2 < moto.faults.most_at_once <= 17

@@ -1,0 +1,412 @@
+"""`sie models` against a config service over HTTP, and what everything that can go wrong says: the field, and what to do next."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from huggingface_hub.errors import HfHubHTTPError
+from inprocess import settings_of
+
+from sie_adapter import dependencies
+from sie_cli import models_service
+from sie_cli.embedded import free_port
+from sie_cli.main import main
+from sie_cli.models_commands import patch_of
+from sie_cli.models_service import Service
+from sie_config.app import ConfigService, create_app
+from sie_config.overlay import wanted_models
+from sie_config.store import open_store
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import Catalogue, packaged_folder, parse_entry
+from sie_contracts.runtime.feed import read_bundles
+from sie_contracts.runtime.http import HttpServer
+from sie_contracts.settings import SettingError
+from sie_sidecar.process import _known
+
+ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
+TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
+BUNDLES = {"default": Bundle("default", families=("toy",)), "eyes": Bundle("eyes", families=("eye",))}
+ENTRY = """\
+id: org/one
+weights: {package: x}
+family: toy
+outputs: {dense: 4}
+max_tokens: 16
+run: {pooling: mean}
+profiles: {v1.5: {run: {normalize: false}}}
+"""
+
+
+class Served:
+    """A config service that listens, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        service = ConfigService(settings_of(**TOKENS))
+        store = await open_store(MemoryServer().connect("sie-config"), settings_of())
+        await store.seed_bundles(BUNDLES)
+        service.begin(store)
+        server = HttpServer(create_app(service), "127.0.0.1", 0, setting="--port")
+        await server.start()
+        self.url = f"http://127.0.0.1:{server.port}"
+        self._ready.set()
+        await self._stop.wait()
+        await server.stop()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served() as served:
+        yield served
+
+
+def sie(*arguments: str, given: str | None = None, token: str = ADMIN, **environ: str) -> Result:
+    return CliRunner().invoke(main, ["models", *arguments], input=given, env={"SIE_ADMIN_TOKEN": token or None, **environ})
+
+
+def done(*arguments: str, given: str | None = None, **environ: str) -> str:
+    """What a command that succeeds prints."""
+    result = sie(*arguments, given=given, **environ)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def one(served: Served) -> Iterator[str]:
+    """The service's URL, with org/one at a first revision of this test."""
+    done("add", "-", "--force", "--url", served.url, given=ENTRY)
+    yield served.url
+    sie("rm", "org/one", "--url", served.url)
+
+
+def revision_of(url: str, model: str = "org/one") -> int:
+    return int(httpx.get(f"{url}/v1/configs/models/{model}", headers={"Authorization": ADMIN}).headers["etag"].strip('"'))
+
+
+def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, tmp_path: Path) -> None:
+    """C15."""
+    at = ("--url", served.url)
+    file = tmp_path / "two.yaml"
+    file.write_text(ENTRY.replace("org/one", "org/two"))
+    assert "dry run, nothing is stored: org/two would be at revision 1" in done("add", str(file), "--dry-run", *at)
+    assert sie("show", "org/two", *at).exit_code == 1
+    assert done("add", str(file), *at) == "org/two is at revision 1\nnew profiles: default, v1.5\n"
+    assert done("add", str(file), *at) == "org/two is at revision 1\nunchanged profiles: default, v1.5\n"
+    assert yaml.safe_load(done("show", "org/two", *at)) == yaml.safe_load(file.read_text())
+    assert "run.pooling" in done("show", "org/two", "-o", "table", *at)
+    done("set", "org/two", "max_tokens=8", 'profiles."v1.5".run.dimensions=[2]', "run.pooling=null", "--if-match", "1", *at)
+    shown = json.loads(done("show", "org/two", "-o", "json", *at))
+    assert (shown["max_tokens"], shown["profiles"]["v1.5"]["run"]) == (8, {"normalize": False, "dimensions": [2]})
+    assert "pooling" not in shown.get("run", {})
+    assert done("set", "org/two", "-f", str(file), *at) == "org/two is at revision 3\n"
+    assert done("rollback", "org/two", "2", *at).startswith("org/two is at revision 4")
+    assert json.loads(done("rm", "org/two", "-o", "json", *at))["revision"] == 5
+    history = yaml.safe_load(done("history", "org/two", "-o", "yaml", *at))
+    assert [each["operation"] for each in history["revisions"]] == ["delete", "rollback", "put", "patch", "create"]
+    assert "REVISION" in done("history", "org/two", *at)
+    done("rollback", "org/two", "1", *at)
+    assert "org/two  default, v1.5  api" in done("list", *at)
+    assert "revision 6 from api" in done("status", "org/two", *at)
+    assert "org/two: revision" in done("status", "org/two", SIE_CONFIG_SERVICE_URL=served.url)
+    done("rm", "org/two", *at)
+
+
+def test_what_show_prints_is_added_under_another_id(one: str) -> None:
+    shown = done("show", "org/one", "-o", "json", "--url", one)
+    done("add", "-", "--url", one, given=shown.replace("org/one", "org/copy"))
+    assert done("show", "org/copy", "-o", "json", "--url", one) == shown.replace("org/one", "org/copy")
+    done("rm", "org/copy", "--url", one)
+
+
+def test_a_read_token_is_enough_to_look(one: str) -> None:
+    assert "org/one" in done("list", "--url", one, token="", SIE_CONFIG_READ_TOKEN=READER)
+    refused = sie("rm", "org/one", "--url", one, token=READER)
+    assert refused.exit_code == 1
+    assert "SIE_ADMIN_TOKEN" in refused.output
+
+
+def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_path: Path) -> None:
+    folder, entry = tmp_path / "models", tmp_path / "entry.yaml"
+    entry.write_text(ENTRY.replace("org/one", "org/file"))
+    told = done("add", str(entry), "--models-dir", str(folder), "--dry-run")
+    assert "nothing is written" in told
+    assert not folder.exists()
+    assert f"wrote {folder}/org/file.yaml" in done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
+    assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
+    assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
+    assert done("add", str(entry), SIE_CONFIG_SERVICE_URL=served.url).startswith("org/file is at revision")
+    done("rm", "org/file", "--url", served.url)
+
+
+class Others(BaseHTTPRequestHandler):
+    """What is at a URL that is not a config service's: a gateway, and pages."""
+
+    def _answer(self) -> None:
+        refused = {"error": {"code": "METHOD_NOT_ALLOWED", "message": "this path takes GET here"}}
+        found: dict[str, tuple[int, bytes]] = {
+            "/health": (200, b'{"config_url": "http://config:81"}'), "/v1/configs/models/org/one": (405, json.dumps(refused).encode()),
+            "/text/v1/configs/models": (200, b"<html>"),
+        }  # fmt: skip
+        status, body = found.get(self.path, (404, b"<html>"))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_DELETE = _answer
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Others) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class Flaky(httpx.BaseTransport):
+    """Answers after some attempts of which nobody knows what became."""
+
+    def __init__(self, outcomes: Sequence[httpx.Response | Exception]) -> None:
+        self.outcomes = list(outcomes)
+        self.keys: list[str] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.keys.append(request.headers["idempotency-key"])
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_service, "FIRST_PAUSE_S", 0.001)
+    busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": "0"}, json={"error": {"code": "QUEUE_UNAVAILABLE"}})
+    flaky = Flaky([httpx.ReadTimeout("no answer"), busy, httpx.Response(200, json={}), httpx.Response(200, json={})])
+    with Service("http://config", ADMIN, flaky) as service:
+        service.write("PATCH", "/v1/configs/models/a", b"{}")
+    with Service("http://config", ADMIN, flaky) as service:
+        service.write("PATCH", "/v1/configs/models/a", b"{}")
+    first, again, third, other = flaky.keys
+    assert first == again == third != other
+
+
+@pytest.mark.parametrize("after", ["Wed, 21 Oct 2026 07:28:00 GMT", "soon", "-1", "nan", ""])
+def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a proxy before the service may say."""
+    monkeypatch.setattr(models_service, "MOST_PAUSE_S", 0.001)
+    busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": after}, json={})
+    flaky = Flaky([busy, httpx.Response(200, json={"is": "done"})])
+    with Service("http://config", ADMIN, flaky) as service:
+        assert service.write("PATCH", "/v1/configs/models/a", b"{}").body == {"is": "done"}
+
+
+def test_a_patch_is_made_of_fields() -> None:
+    assert patch_of(["a.b=1", "a.c=null", 'x."y.z".w=[1, 2]', "t=text", "e="]) == {
+        "a": {"b": 1, "c": None}, "x": {"y.z": {"w": [1, 2]}}, "t": "text", "e": None,
+    }  # fmt: skip
+
+
+BIG = "x: " + "y" * (1 << 20)
+COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "a wrong id": (("show", "org/oen"), 1, ("no model named 'org/oen'", "did you mean org/one")),
+    "an id like no other": (("rm", "zzz"), 1, ("no model named 'zzz'", "GET /v1/configs/models lists all")),
+    "an unknown field": (("set", "org/one", "max_token=8"), 1, ("$.max_token:", "did you mean `max_tokens`?")),
+    "a field of elsewhere": (("set", "org/one", "pooling=cls"), 1, ("$.pooling:", "did you mean `run.pooling`")),
+    "a wrong type": (("set", "org/one", "max_tokens=many"), 1, ("$.max_tokens:", "Expected `int`, got `str`")),
+    "a wrong value": (("set", "org/one", "run.pooling=max"), 1, ("$.run.pooling:", "expected one of '', 'cls', 'last', 'mean'")),
+    "a wrong value in a profile": (("set", "org/one", 'profiles."v1.5".run.pooling=x'), 1, ("$.profiles.v1.5.run.pooling:", "'cls'")),
+    "another id than the path's": (("set", "org/one", "id=org/two"), 1, ("$.id:", "expected 'org/one'")),
+    "an unknown bundle": (("set", "org/one", "bundle=ears"), 1, ("$.bundle:", "there is no bundle 'ears'; name default, or none")),
+    "a bundle without the family": (("set", "org/one", "bundle=eyes"), 1, ("$.bundle:", "has no family 'toy'; name default, or none")),
+    "a family of no bundle": (("set", "org/one", "family=nose"), 1, ("$.family:", "no bundle can serve", "default has toy; eyes has eye")),
+    "a branch": (("set", "org/one", "weights.hub=a/b", "weights.revision=main"), 1, ("$.weights.revision:", "40 hex", "sie models add")),
+    "a stale revision": (("set", "org/one", "max_tokens=9", "--if-match", "{stale}"), 1, (
+        "$.max_tokens: 16 -> 8", "sie models show", "--if-match {revision}")),
+    "a model that is there": (("add", "{file}"), 1, ("$.max_tokens: 8 -> 16", "PUT replaces, PATCH changes")),
+    "an unknown revision": (("rollback", "org/one", "9999"), 1, ("org/one has no revision 9999; kept are {revision}",)),
+    "a removed model": (("show", "org/gone"), 1, ("org/gone was removed", "roll back to an earlier revision", "POST it again")),
+    "a removal": (("rollback", "org/gone", "{removal}"), 1, ("$.revision:", "is a removal", "an earlier revision brings the model back")),
+    "broken YAML": (("add", "{broken}"), 1, ("$ (line 2)", "not YAML")),
+    "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "each once", "'id' twice")),
+    "too much": (("set", "org/one", "-f", "{big}"), 1, ("body: expected at most 1048576 bytes",)),
+    "no such file": (("set", "org/one", "-f", "{missing}"), 2, ("No such file",)),
+    "neither field nor file": (("set", "org/one"), 2, ("FIELD=VALUE", "-f FILE")),
+    "no value": (("set", "org/one", "max_tokens"), 2, ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean")),
+    "a value that is no YAML": (("set", "org/one", "family=[a"), 2, ("family: the value is not YAML", "quoted twice")),
+    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: is given twice",)),
+    "both ways": (("add", "{file}", "--models-dir", "x"), 2, ("--models-dir writes a file, --url asks a config service",)),
+    "no model there": (("add", "./nowhere"), 1, ("there is no folder ./nowhere", "organisation/name")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_refusal_names_the_field_and_says_what_to_do(name: str, one: str, tmp_path: Path) -> None:
+    """The commands as a new user would get them wrong."""
+    arguments, status, says = COMMANDS[name]
+    stale = revision_of(one)
+    done("set", "org/one", "max_tokens=8", "--url", one)
+    if "org/gone" in arguments:
+        done("add", "-", "--force", "--url", one, given=ENTRY.replace("org/one", "org/gone"))
+        removal = json.loads(done("rm", "org/gone", "-o", "json", "--url", one))["revision"]
+    else:
+        removal = 0
+    texts = {"file": ENTRY, "broken": "id: [\n", "twice": "id: a\nid: b\n", "big": BIG}
+    places: dict[str, Any] = {key: tmp_path / f"{key}.yaml" for key in texts}
+    for key, text in texts.items():
+        places[key].write_text(text)
+    places |= {"missing": tmp_path / "missing.yaml", "stale": stale, "revision": stale + 1, "removal": removal}
+    refused = sie(*(argument.format(**places) for argument in arguments), "--url", one)
+    assert refused.exit_code == status, refused.output
+    for text in says:
+        assert text.format(**places) in refused.output, refused.output
+    assert "Traceback" not in refused.output
+    assert ADMIN not in refused.output
+
+
+ACCESS: dict[str, tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]] = {
+    "no token": ({"token": ""}, ("rm", "org/one"), ("a token is missing", "set SIE_ADMIN_TOKEN")),
+    "a wrong token": ({"token": "wrong"}, ("list",), ("this token is not known", "set SIE_ADMIN_TOKEN here to what the config service")),
+    "the read token": ({"token": READER}, ("rm", "org/one"), ("the read token reads only", "SIE_ADMIN_TOKEN")),
+    "no address": ({"url": ""}, ("list",), ("which config service?", "--url", "SIE_CONFIG_SERVICE_URL", "/health of a gateway")),
+    "no URL": ({"url": "config:80"}, ("list",), ("SIE_CONFIG_SERVICE_URL", "http://...")),
+    "nobody there": ({"url": "{nobody}"}, ("list",), ("no answer from {nobody}", "is it running", "config_url", "--url")),
+    "somebody else": ({"url": "{other}/site"}, ("list",), ("{other}/site answered 404, not the answer of a config service", "--url")),
+    "another answer": ({"url": "{other}/text"}, ("list",), ("{other}/text gave not the answer of a config service", "--url")),
+    "a gateway": ({"url": "{other}"}, ("rm", "org/one"), ("this path takes GET", "{other} is a gateway", "use --url http://config:81")),
+}
+
+
+@pytest.mark.parametrize("name", ACCESS)
+def test_who_is_not_let_in_or_finds_nobody_is_told_what_to_do(
+    name: str, served: Served, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_service, "RETRY_S", 0.1)
+    given, arguments, says = ACCESS[name]
+    places = {"nobody": f"http://127.0.0.1:{free_port()}", "other": other}
+    url = given.get("url", served.url).format(**places)
+    refused = sie(*arguments, *(("--url", url) if url else ()), token=given.get("token", ADMIN))
+    assert refused.exit_code in (1, 2)
+    for text in says:
+        assert text.format(**places) in refused.output, refused.output
+    assert "Traceback" not in refused.output
+
+
+CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] = {
+    "a key of another write": ("PATCH", "/models/org/one", {"Idempotency-Key": "k"}, b'{"max_tokens": 3}', 422, ("another", "a new key")),
+    "a long key": ("DELETE", "/models/org/one", {"Idempotency-Key": "k" * 256}, b"", 400, ("Idempotency-Key: expected at most 255",)),
+    "no revision": ("DELETE", "/models/org/one", {"If-Match": "*"}, b"", 400, ("If-Match: expected the number of a revision", "'*'")),
+    "no flag": ("DELETE", "/models/org/one?dry_run=1", {}, b"", 400, ("dry_run: expected true or false, got '1'",)),
+    "no map": ("PATCH", "/models/org/one", {}, b"[]", 422, ("$: expected a map, got list",)),
+    "no revision to go to": ("POST", "/models/org/one/rollback", {}, b"{}", 422, ("$.revision: expected {revision: N}", "/history lists")),
+    "a reserved id": ("POST", "/models", {}, b'{"id": "a/status"}', 422, ("missing field",)),
+    "another method": ("PUT", "/models", {}, b"{}", 405, ("this path takes GET, POST",)),
+    "another path": ("GET", "/none", {}, b"", 404, ("no such path; /docs lists all",)),
+    "steps up": ("GET", "/models/a/%2e%2e/b", {}, b"", 400, ("`..`",)),
+    "another bundle": ("GET", "/bundles/ears", {}, b"", 404, ("no bundle named 'ears'; there are default, eyes",)),
+    "a bundle that cannot": ("POST", "/resolve", {}, b'{"model": "eyes:/org/one"}', 409, ("'eyes' does not serve", "default can: name")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_error_of_the_api_says_what_is_expected(name: str, one: str) -> None:
+    """Envelope of section 22.1, and `detail.error` beside it."""
+    method, path, headers, body, status, says = CALLS[name]
+    with httpx.Client(headers={"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", "X-Request-ID": "mine"}) as client:
+        client.patch(f"{one}/v1/configs/models/org/one", content=b'{"max_tokens": 2}', headers={"Idempotency-Key": "k"})
+        answer = client.request(method, f"{one}/v1/configs{path}", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    for text in says:
+        assert text in told["message"], told["message"]
+    assert told["error"] == {key: value for key, value in told["detail"].items() if key != "error"}
+    assert told["detail"]["error"] == told["code"].lower()
+    assert answer.headers["x-sie-error-code"] == told["code"]
+    assert answer.headers["x-request-id"] == "mine" != answer.headers["x-sie-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("model_info", ("add", "some/model"), "the commit of some/model: the hub did not tell (ConnectError); make it reachable (HF_END"),
+        ("file_exists", ("add", "some/model", "--revision", "a" * 40), "or put it into SIE_LOCAL_CACHE, or name a folder"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_told(
+    name: str, arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's errors are those of the library that it is built on."""
+    error = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]].ConnectError
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise error("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub if name == "file_exists" else huggingface_hub.HfApi, name, unreachable)
+    refused = sie(*arguments, SIE_LOCAL_CACHE=str(tmp_path))
+    assert refused.exit_code == 1
+    assert says in refused.output
+
+
+def preload(name: str, bundle: str = "default") -> object:
+    entry = parse_entry(yaml.safe_load(ENTRY))
+    return _known(Catalogue({"org/one": entry}, {}, BUNDLES), name, bundle)
+
+
+def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    """SIE_MODELS_DIR, SIE_MODEL_FILTER, SIE_PRELOAD_MODELS, SIE_BUNDLE."""
+    own = tmp_path / "bundles"
+    own.mkdir()
+    (own / "x.yaml").write_text("id: x\nrequires: [no-such-distribution, 'msgspec>=999', 'click>=1', \"y; python_version < '3'\"]\n")
+    refusals: list[tuple[Any, str]] = [
+        (lambda: wanted_models(settings_of(SIE_MODELS_DIR="/is/not/there")), "SIE_MODELS_DIR: /is/not/there is not a folder: make it, or"),
+        (lambda: wanted_models(settings_of(SIE_MODEL_FILTER="all-minilm-l6-v2")), "did you mean sentence-transformers/all-MiniLM-L6-v2 or"),
+        (lambda: preload("org/oen"), "SIE_PRELOAD_MODELS: no model named 'org/oen'; did you mean org/one?"),
+        (lambda: preload("org/one", "eyes"), "SIE_PRELOAD_MODELS: org/one is served by bundle default, and this worker is of eyes (SIE"),
+        (lambda: preload("eyes:/org/one"), "SIE_PRELOAD_MODELS: bundle 'eyes' does not serve org/one; default can"),
+        (lambda: dependencies.check(settings_of(SIE_BUNDLE="x", SIE_MODELS_DIR=str(tmp_path))),
+         "SIE_BUNDLE: bundle x needs no-such-distribution, which is not installed; msgspec>=999, installed is"),
+    ]  # fmt: skip
+    started = CliRunner().invoke(main, ["adapter", "--bundle", "x", "--models-dir", str(tmp_path)])
+    assert (started.exit_code, "error: SIE_BUNDLE: bundle x needs no-such-distribution" in started.output) == (2, True), started.output
+    for refused, says in refusals:
+        with pytest.raises(SettingError) as caught:
+            refused()
+        assert says in str(caught.value), str(caught.value)
+
+
+def test_this_environment_is_that_of_the_packaged_bundle() -> None:
+    assert dependencies.lacking(read_bundles(packaged_folder() / "bundles")["default"]) == []

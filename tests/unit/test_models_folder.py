@@ -1,0 +1,328 @@
+"""SIE_MODELS_DIR: what is read of it, what is refused, and how its changes become writes while the service runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inprocess import settings_of, until
+
+from sie_config import reload
+from sie_config.overlay import Overlay
+from sie_config.process import Prepared, prepare
+from sie_config.reload import Reload
+from sie_config.store import CatalogueStore, normalised
+from sie_config.workers import Workers
+from sie_contracts.aliases import Alias, Target
+from sie_contracts.broker import BrokerUnavailable
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.messages import Heartbeat
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import SettingError
+
+ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
+BUNDLE = "id: eyes\npriority: 3\nfamilies: [eye]\nrequires: [pillow]\nimage: registry/eyes:1\n"
+
+
+def put(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def overlay(folder: Path, **environ: str) -> Overlay:
+    return Overlay(settings_of(SIE_MODELS_DIR=str(folder), **environ))
+
+
+def own(found: Overlay) -> dict[str, int]:
+    """The models of the overlay."""
+    models = found.folders().models
+    return {name: entry.max_tokens for name, (entry, source) in models.items() if source == "overlay" and isinstance(entry, ModelEntry)}
+
+
+def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
+    """A mounted ConfigMap has each file twice: behind a hidden folder, and as a link to that."""
+    put(tmp_path, "..2026/a.yaml", ENTRY.format("org/a", 8))
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "a.yaml").symlink_to("..data/a.yaml")
+    put(tmp_path, "deep/er/b.yml", ENTRY.format("org/b", 9))
+    put(tmp_path, ".c.yaml.partial", "half")
+    put(tmp_path, "weights/config.json", "{}")
+    put(tmp_path, "bundles/eyes.yaml", BUNDLE)
+    found = overlay(tmp_path)
+    assert own(found) == {"org/a": 8, "org/b": 9}
+    folders = found.folders()
+    assert set(folders.bundles) == {"default", "eyes"}
+    assert (folders.bundles["eyes"].image, folders.bundles["eyes"].requires) == ("registry/eyes:1", ("pillow",))
+    assert folders.files == {"org/a": "a.yaml", "org/b": "deep/er/b.yml"}
+    assert set(found.look()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
+
+
+def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+    found = overlay(tmp_path)
+    assert own(found) == {"org/a": 8}
+    reads: list[Path] = []
+    actual = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or actual(path))
+    assert own(found) == {"org/a": 8}
+    assert reads == []
+    put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
+    os.utime(file, ns=(1, 1))
+    assert own(found) == {"org/a": 9}
+    assert reads == [file]
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"x.yaml": ENTRY.format("org/x", "many")}, "x.yaml: $.max_tokens (line 5): Expected `int`, got `str`"),
+        ({"x.yaml": ENTRY.format("org/x", 8) + "poling: mean\n"}, "x.yaml: $.poling (line 6): unknown field; did you mean"),
+        ({"x.yaml": ENTRY.format("org/x", 8) + "pooling: mean\n"}, "x.yaml: $.pooling (line 6): unknown field; did you mean `run"),
+        ({"x.yaml": "id: [\n"}, "x.yaml: $ (line 2): not YAML"),
+        ({"x.yaml": ""}, "x.yaml: $: expected a document, got nothing"),
+        ({"x.yaml": ENTRY.format("org/x", 8), "y/x.yaml": ENTRY.format("org/x", 9)}, "y/x.yaml: $.id: org/x is in x.yaml too: remove one"),
+        ({"x.yaml": ENTRY.format("org/x", 8).replace("text-encoder", "eye")}, "x.yaml: $.family (line 3): no bundle can serve the f"),
+        ({"x.yaml": ENTRY.format("org/x", 8) + "bundle: ears\n"}, "x.yaml: $.bundle (line 6): there is no bundle 'ears'; name default"),
+        ({"x.yaml": ENTRY.format("org/x", 8) + "bundle: eyes\n", "bundles/e.yaml": BUNDLE}, "x.yaml: $.bundle (line 6): bundle 'eyes' h"),
+        ({"bundles/e.yaml": BUNDLE, "bundles/f.yaml": BUNDLE}, "bundles/f.yaml: $.id: eyes is in bundles/e.yaml too: remove one"),
+        ({"bundles/e.yaml": BUNDLE + "familys: [eye]\n"}, "bundles/e.yaml: $.familys (line 6): unknown field; did you mean `families`?"),
+        ({"bundles/e.yaml": BUNDLE.replace("id: eyes", "id: Eyes")}, "bundles/e.yaml: $.id (line 1): expected at most 63 small letters"),
+        ({"bundles/e.yaml": BUNDLE.replace("[pillow]", "[a b]")}, "bundles/e.yaml: $.requires[0] (line 4): expected a requirement such as"),
+        ({"x.yaml": "#" * (1 << 20) + "\n" + ENTRY.format("org/x", 8)}, "x.yaml: $: expected at most 1048576 bytes"),
+    ],
+)
+def test_a_broken_folder_names_file_field_and_line(files: dict[str, str], says: str, tmp_path: Path) -> None:
+    """C6, C9."""
+    for name, text in files.items():
+        put(tmp_path, name, text)
+    with pytest.raises(ValidationFailed) as caught:
+        overlay(tmp_path).folders()
+    assert caught.value.message.startswith(says), caught.value.message
+
+
+async def test_a_broken_folder_ends_the_start_with_the_name_of_its_setting(tmp_path: Path) -> None:
+    """C10."""
+    put(tmp_path, "x.yaml", "id: [\n")
+    with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: .*x\.yaml: \$ \(line 2\): not YAML"):
+        await prepare(settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("x"))
+
+
+class Service:
+    """The part of the config service that follows a folder, over a broker in memory."""
+
+    def __init__(self, prepared: Prepared, follows: Reload) -> None:
+        self.store, self.reload = prepared.store, follows
+
+    async def model(self, model: str) -> tuple[int, dict[str, Any] | None]:
+        held = await self.store.held(model)
+        return held.revision, held.entry
+
+
+@asynccontextmanager
+async def following(folder: Path, **environ: str) -> AsyncIterator[Service]:
+    settings, stop = settings_of(SIE_MODELS_DIR=str(folder), **environ), Stop()
+    prepared = await prepare(settings, MemoryServer().connect("sie-config"))
+    follows = Reload(prepared.store, prepared.overlay, prepared.seen, Workers(15.0))
+    task = asyncio.create_task(follows.run(stop))
+    try:
+        yield Service(prepared, follows)
+    finally:
+        stop.request()
+        await task
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.01)
+    monkeypatch.setattr(reload, "WATCHED_S", 0.2)
+    caplog.set_level(logging.INFO, "sie.config")
+
+
+@pytest.mark.parametrize("model", ["org/a", "org__a", "a__/b__c"])
+async def test_files_are_added_changed_and_removed(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """C11: what the log says was read back."""
+    async with following(tmp_path) as service:
+        file = put(tmp_path, "new.yaml", ENTRY.format(model, 8))
+        await until(lambda: f"{model} is at revision 1, as in new.yaml" in caplog.text, "the log")
+        revision, entry = await service.model(model)
+        assert (revision, entry and entry["max_tokens"]) == (1, 8)
+        file.write_text(ENTRY.format(model, 16))
+        await until(lambda: f"{model} is at revision 2, as in new.yaml" in caplog.text, "the log")
+        file.unlink()
+        await until(lambda: f"{model} is at revision 3, removed" in caplog.text, "the log")
+        assert await service.model(model) == (3, None)
+        assert [each.source for each in await service.store.history(model)] == ["overlay"] * 3
+
+
+async def test_a_broken_file_changes_nothing_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """C6: the good file beside it waits too."""
+    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+    async with following(tmp_path) as service:
+        before = (await service.store.snapshot()).epoch
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 16))
+        broken = put(tmp_path, "b.yaml", ENTRY.format("org/b", "x"))
+        await until(lambda: "b.yaml: $.max_tokens (line 5)" in caplog.text, "the log")
+        await asyncio.sleep(0.1)  # several more looks
+        assert caplog.text.count("the models stay as they were") == 1
+        assert (await service.store.snapshot()).epoch == before
+        broken.unlink()
+        await until(lambda: "org/a is at revision 2" in caplog.text, "the log")
+
+
+async def test_a_change_waits_for_a_broker_that_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(tmp_path) as service:
+        seed = service.store.seed
+
+        async def away(_: object) -> None:
+            raise BrokerUnavailable("gone")
+
+        monkeypatch.setattr(service.store, "seed", away)
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+        await until(lambda: "a change of the folder of models waits: gone" in caplog.text, "the log")
+        monkeypatch.setattr(service.store, "seed", seed)
+        await until(lambda: "org/a is at revision 1, as in a.yaml" in caplog.text, "the log")
+        assert caplog.text.count("models waits") == 1
+
+
+async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it is copied with mode 0600, which `chmod` mends without another size or time; root may read it nevertheless."""
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    async with following(tmp_path) as service:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", refused)
+            put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+            await until(lambda: "a change of the folder of models waits: [Errno 13]" in caplog.text, "the log")
+            await asyncio.sleep(0.1)  # several more looks
+        assert caplog.text.count("models waits") == 1
+        await until(lambda: "org/a is at revision 1, as in a.yaml" in caplog.text, "the log")
+        assert (await service.model("org/a"))[0] == 1
+
+
+async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SIE_MODEL_FILTER."""
+    file = put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+    async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
+        for times in (1, 2):
+            file.rename(tmp_path / "a.away")
+            await until(lambda: caplog.text.count("models waits: SIE_MODEL_FILTER") == times, "the log")  # noqa: B023
+            await asyncio.sleep(0.1)  # several more looks
+            assert caplog.text.count("models waits") == times
+            (tmp_path / "a.away").rename(file)
+            await until(lambda: not service.reload._trouble.lasting, "a look at it as it was")
+        assert (await service.model("org/a"))[0] == 1
+
+
+async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
+    """Write an alias as the API does."""
+    alias = Alias(name, tuple(map(Target, models)))
+    change = reload.Change(name, await store.held(name), normalised(alias), "api", "create")
+    await store.write([change], index=(await store.alias_index()).written({name: alias}))
+
+
+@pytest.mark.parametrize("at_start", [False, True], ids=["reload", "start"])
+@pytest.mark.parametrize(("now", "says"), [("", "no model named 'org/b'"), (ENTRY.format("org/b", 9), "the vectors of org/b differ from")])
+async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
+    now: str, says: str, at_start: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. an alias is written over models of files; 2. a file is removed, or gives other vectors; 3. the log names that alias alone."""
+    for name in "abc":
+        put(tmp_path, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
+    settings, broker, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("sie-config"), Stop()
+    prepared = await prepare(settings, broker)
+    await aliased(prepared.store, "pair", "org/a", "ORG/b")
+    await aliased(prepared.store, "other", "org/a", "org/c")
+    assert "does not hold" not in caplog.text
+    if now:
+        put(tmp_path, "b.yaml", now + "description: longer\n")
+    else:
+        (tmp_path / "b.yaml").unlink()
+    if at_start:
+        await prepare(settings, broker)
+    else:
+        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.seen).run(stop))
+        await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
+        stop.request()
+        await task
+    (told,) = (each for each in caplog.records if "does not hold" in each.getMessage())
+    assert told.levelno == logging.ERROR
+    assert told.getMessage().startswith("the alias pair does not hold")
+    assert says.casefold() in told.getMessage().casefold()
+
+
+async def test_what_was_written_over_the_api_stays_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+    async with following(tmp_path) as service:
+        held = await service.store.held("org/a")
+        assert held.entry is not None
+        await service.store.write([reload.Change("org/a", held, {**held.entry, "max_tokens": 32}, "api", "patch")])
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 16))
+        await until(lambda: "a.yaml is not applied: org/a was written over the API" in caplog.text, "the log")
+        revision, entry = await service.model("org/a")
+        assert (revision, entry and entry["max_tokens"]) == (2, 32)
+
+
+async def test_a_folder_that_goes_away_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "models"
+    put(folder, "a.yaml", ENTRY.format("org/a", 8))
+    async with following(folder) as service:
+        folder.rename(tmp_path / "away")
+        await until(lambda: "the models stay as they were: SIE_MODELS_DIR" in caplog.text, "the log")
+        assert (await service.model("org/a"))[0] == 1
+        (tmp_path / "away").rename(folder)
+        put(folder, "a.yaml", ENTRY.format("org/a", 9))
+        await until(lambda: "org/a is at revision 2" in caplog.text, "the log")
+
+
+async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with following(tmp_path) as service:
+        put(tmp_path, "bundles/eyes.yaml", BUNDLE)
+        await until(lambda: "the bundles are as it says" in caplog.text, "the log")
+        put(tmp_path, "m.yaml", ENTRY.format("org/m", 8).replace("text-encoder", "eye"))
+        await until(lambda: "org/m is at revision 1" in caplog.text, "the log")
+        catalogue = await service.store.catalogue()
+        assert catalogue.resolve("org/m").bundle == "eyes"
+        with pytest.raises(SIEError) as caught:
+            catalogue.resolve("default:/org/m")
+        assert caught.value.extras == {"compatible_bundles": ["eyes"]}
+
+
+async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """C11: a worker that lags is named, one that has it ends the wait."""
+    async with following(tmp_path) as service:
+        workers = service.reload.workers
+        assert workers is not None
+        beat = Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=(await service.store.snapshot()).epoch)
+        workers.note(beat)
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+        await until(lambda: "org/a is at revision 1, as in a.yaml; after 0.2 s it is not on w1" in caplog.text, "the log")
+        put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
+        await until(lambda: "org/a is at revision 2, as in a.yaml" in caplog.text, "the log")
+        epoch = (await service.store.snapshot()).epoch
+        workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epoch))
+        await until(lambda: "org/a is at revision 2, as in a.yaml; every gateway and worker has it" in caplog.text, "the log")
+
+
+async def test_the_filter_holds_for_files_that_come_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SIE_MODEL_FILTER."""
+    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+    async with following(tmp_path, SIE_MODEL_FILTER="org/a") as service:
+        put(tmp_path, "b.yaml", ENTRY.format("org/b", 8))
+        await until(lambda: "the catalogue has nothing to change for it" in caplog.text, "the log")
+        assert list((await service.store.snapshot()).live) == ["org/a"]

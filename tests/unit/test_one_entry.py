@@ -1,0 +1,122 @@
+"""A request is served by one entry of its model: who does not know it yet waits for it, who knows a newer one sends the work back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from direct import ENTRY, Direct, is_right, reasons
+from inprocess import InProcess, Source, until
+
+from sie_adapter.device import Memory
+from sie_adapter.residency import Residency
+from sie_contracts.catalogue import RunDefaults
+from sie_contracts.errors import ModelLoading
+from sie_gateway import inference
+from sie_sidecar import preparing
+
+CHANGED = ["NOT_READY config_changed"]
+OTHER = msgspec.structs.replace(ENTRY, run=RunDefaults(pooling="cls"))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
+    async with Direct(tmp_path) as cluster:
+        yield cluster
+
+
+async def test_a_worker_reads_what_a_gateway_knows_already_and_sends_back_what_is_older(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter, SIE_WORKER_CONFIG_POLL_INTERVAL_MS="600000")
+    first = await cluster.result(await cluster.publish("a", config_revision=1))
+    assert reasons(first) == [""]
+    cluster.source.put(OTHER)
+    newer = await cluster.publish("b", config_revision=2)
+    second = await cluster.result(newer)
+    assert is_right(second, newer, 0)
+    assert (cluster.source.exports, len({first.fingerprint, second.fingerprint, ""})) == (2, 3)
+    assert reasons(await cluster.result(await cluster.publish("c", config_revision=1))) == CHANGED
+    assert reasons(await cluster.result(await cluster.publish("d"))) == [""]  # of a gateway that says nothing of it
+    await cluster.left(0)
+
+
+async def test_a_worker_that_cannot_learn_of_an_entry_leaves_the_work_to_others(cluster: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "CATCH_UP_S", 0.05)
+    lagging, knowing = Source(ENTRY), cluster.source
+    await cluster.sidecar(source=lagging)
+    item = await cluster.publish("a", config_revision=2)
+    await until(lambda: lagging.polls, "a look at the catalogue")
+    knowing.put(OTHER)
+    await cluster.sidecar(source=knowing)
+    result = await cluster.result(item)
+    assert (result.worker, reasons(result)) == ("w1", [""])
+
+
+async def test_work_that_waits_for_a_load_goes_back_when_the_entry_changes(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    adapter.hold_loads = True
+    await cluster.sidecar(adapter)
+    before = await cluster.publish("a", config_revision=1)
+    await adapter.until(lambda adapter: adapter.loads, "the load")
+    cluster.source.put(OTHER)
+    after = await cluster.publish("b", config_revision=2)
+    await until(lambda: cluster.source.exports >= 2, "the newer entry")
+    adapter.let_go()
+    assert reasons(await cluster.result(after)) == [""]
+    assert reasons(await cluster.result(before)) == CHANGED
+
+
+async def test_what_is_at_the_device_keeps_the_fingerprint_of_the_copy_that_runs_it(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    first = await cluster.result(await cluster.publish("a", config_revision=1))
+    adapter.hold_batches = True
+    running = await cluster.publish("b", config_revision=1)
+    await adapter.until(lambda adapter: len(adapter.batches) == 2, "the batch")
+    cluster.source.put(OTHER)
+    after = await cluster.publish("c", config_revision=2)
+    await adapter.until(lambda adapter: len(adapter.loads) == 2, "the load of the changed entry")
+    adapter.let_go()
+    old, new = await cluster.result(running), await cluster.result(after)
+    assert (reasons(old), reasons(new)) == ([""], [""])
+    assert old.fingerprint == first.fingerprint != new.fingerprint
+    assert {batch.fingerprint for batch in adapter.batches} == {first.fingerprint, new.fingerprint}
+
+
+def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
+    weights = SimpleNamespace(precision="float32", attention="toy", memory_bytes=1)
+    residency = Residency(lambda resolved: weights, lambda more: Memory(0, 1), lambda: None, 90.0)
+    resident, _ = residency.ensure(ENTRY.id, ENTRY, "default", ())
+    before = resident.fingerprint
+    with residency.use(ENTRY.id, before):
+        pass
+    residency.ensure(ENTRY.id, OTHER, "default", ())
+    with pytest.raises(ModelLoading), residency.use(ENTRY.id, before):
+        pass
+    with residency.use(ENTRY.id):
+        pass
+
+
+async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer. 2. It never comes
+    to know it: the client is told to come again."""
+    monkeypatch.setattr(inference, "RENEWED_WITHIN_S", 0.05)
+    own, workers = Source(ENTRY), Source(ENTRY)
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway(source=own)
+        workers.put(OTHER)
+        await cluster.sidecar(source=workers)
+        refused = await gateway.encode("x")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["reason"]) == (503, "NOT_READY", "config_changed")
+        assert refused.headers["retry-after"] == "1"
+        monkeypatch.setattr(inference, "RENEWED_WITHIN_S", 10.0)
+        own.put(OTHER)
+        answer = await gateway.encode("x")
+        assert answer.status_code == 200
+        assert answer.headers["x-sie-fingerprint"] != ""
+
+

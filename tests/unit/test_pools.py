@@ -1,0 +1,457 @@
+"""Reservations: who gets which worker, what a spec may be, and their whole life before gateways and sidecars of one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_adapter import toy_entry
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import GatewayProcess, InProcess, SidecarProcess, until
+
+from sie_contracts import topology
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
+from sie_contracts.messages import PoolSpec, Reservation
+from sie_contracts.settings import Settings
+from sie_gateway.assignments import Candidate, asked, assign, is_met, lacking
+from sie_gateway.pools import MOST_RESERVATIONS
+from sie_gateway.queue import work_spec
+from sie_gateway.reserving import parse_spec
+
+# who gets which worker
+
+PROFILES = ("l4", "a100")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, Candidate], dict[str, str]]:
+    profile, bundle = st.sampled_from(PROFILES), st.sampled_from(("", "default", "other"))
+    reservations = [
+        Reservation(
+            PoolSpec(f"r{number}", draw(st.dictionaries(profile, st.integers(1, 4), min_size=1)), draw(bundle), draw(st.integers(0, 4))),
+            draw(st.integers(0, 3)), 0.0,
+        )
+        for number in range(draw(st.integers(0, 4)))
+    ]  # fmt: skip
+    candidate = st.builds(
+        Candidate, profile, st.sampled_from(("default", "other")), st.integers(1, 4), st.frozensets(st.sampled_from("mn")),
+        st.integers(0, 3),
+    )  # fmt: skip
+    workers = draw(st.dictionaries(st.sampled_from([f"w{number}" for number in range(9)]), candidate))
+    pools = st.sampled_from([f"r{number}" for number in range(6)])
+    return reservations, workers, draw(st.dictionaries(st.sampled_from([f"w{number}" for number in range(12)]), pools))
+
+
+@given(cases())
+def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_need(
+    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+) -> None:
+    reservations, workers, before = case
+    specs = {each.spec.name: each.spec for each in reservations}
+    found = assign(reservations, workers, before)
+    for worker, pool in found.items():
+        assert workers[worker].fits(specs[pool])
+    for worker, pool in before.items():
+        if worker in workers and pool in specs and workers[worker].fits(specs[pool]):
+            assert found[worker] == pool  # what fits stays
+    assert assign(reservations, workers, found) == found
+    assert assign(reversed(reservations), dict(reversed(workers.items())), before) == found  # whatever the order of what was heard
+
+
+@given(cases())
+def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
+    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+) -> None:
+    reservations, workers, before = case
+    found = assign(reservations, workers, before)
+    order = sorted(reservations, key=lambda each: (each.created_s, each.spec.name))
+    free = set(workers) - set(found)
+    for place, each in enumerate(order):
+        name = each.spec.name
+        held = {worker for worker, pool in found.items() if pool == name}
+        if is_met(each.spec, [workers[worker] for worker in held]):
+            continue
+        assert held <= {worker for worker, pool in before.items() if pool == name}
+        # nor would it be met with all that is free, or was taken by younger ones
+        younger = {other.spec.name for other in order[place + 1 :]}
+        taken = {worker for worker, pool in found.items() if pool in younger and before.get(worker) != pool}
+        enough = [workers[worker] for worker in held | free | taken if workers[worker].fits(each.spec)]
+        assert not is_met(each.spec, enough)
+
+
+@given(cases())
+def test_what_is_asked_for_would_meet_a_reservation(
+    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+) -> None:
+    """A12: also with no worker at all."""
+    reservations, workers, _ = case
+    for each in reservations:
+        held = [worker for worker in workers.values() if worker.fits(each.spec)]
+        wanted = asked(each.spec, held, {})
+        short, count = lacking(each.spec, held)
+        assert sum(wanted.values()) - len(held) == max(count, sum(short.values()))
+        more = [Candidate(profile, bundle) for (profile, bundle), number in wanted.items() for _ in range(number)]
+        assert is_met(each.spec, [*held, *more])
+
+
+def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
+    spec = PoolSpec("r", {"l4": 1}, pinned_models=("m",))
+    workers = {
+        "busy": Candidate("l4", "default", models=frozenset("m"), busy=9), "idle": Candidate("l4", "default", models=frozenset("m")),
+        "a": Candidate("l4", "default"),
+    }  # fmt: skip
+    assert assign([Reservation(spec, 0.0, 0.0)], workers, {}) == {"idle": "r"}
+    assert assign([Reservation(spec, 0.0, 0.0)], workers, {"a": "r"}) == {"a": "r"}
+
+
+# what a spec may be
+
+CATALOGUE = Catalogue({"toy/one": toy_entry()}, {}, "")
+
+
+@pytest.mark.parametrize(("body", "param", "kind"), [
+    ([], "body", InvalidInput), ({}, "name", InvalidInput), ({"name": 7}, "name", InvalidInput), ({"name": "a b"}, "name", InvalidInput),
+    ({"name": "x" * 64}, "name", InvalidInput), ({"name": "assignments"}, "name", InvalidInput),
+    ({"name": "Assignments"}, "name", InvalidInput), ({"gpus": None}, "gpus", InvalidInput), ({"gpus": {}}, "gpus", InvalidInput),
+    ({"gpus": ["l4"]}, "gpus", InvalidInput), ({"gpus": {"h100": 1}}, "gpus.h100", InvalidInput),
+    ({"gpus": {"l4": 0}}, "gpus.l4", InvalidInput), ({"gpus": {"l4": True}}, "gpus.l4", InvalidInput),
+    ({"gpus": {"l4": 1.5}}, "gpus.l4", InvalidInput),
+    ({"gpus": {"l4": 1, " L4 ": 2}}, "gpus. L4 ", InvalidInput), ({"bundle": 3}, "bundle", InvalidInput),
+    ({"bundle": "nope"}, "bundle", InvalidInput), ({"gpu_caps": {"l4": 1}, "gpus": {"l4": 2}}, "gpu_caps.l4", InvalidInput),
+    ({"minimum_worker_count": -1}, "minimum_worker_count", InvalidInput), ({"ttl_seconds": 0}, "ttl_seconds", InvalidInput),
+    ({"ttl_seconds": "60"}, "ttl_seconds", InvalidInput), ({"pinned_models": "toy/one"}, "pinned_models", InvalidInput),
+    ({"minimum_workers": 1}, "minimum_workers", InvalidInput),
+    ({"minimum_worker_count": 5}, "minimum_worker_count", PoolOperationForbidden),
+    ({"ttl_seconds": 3601}, "ttl_seconds", PoolOperationForbidden), ({"pinned_models": ["toy/two"]}, "model", ModelNotFound),
+])  # fmt: skip
+def test_a_bad_spec_is_refused_with_its_field(body: Any, param: str, kind: type[SIEError]) -> None:
+    good = {"name": "team", "gpus": {"l4": 1}}
+    given_body = {**good, **body} if isinstance(body, dict) and body else body
+    with pytest.raises(kind) as caught:
+        parse_spec(given_body, {"l4", "a100-spot"}, CATALOGUE)
+    assert caught.value.param == param or kind is ModelNotFound
+
+
+def test_a_spec_is_written_one_way_with_its_defaults() -> None:
+    spec = parse_spec({"name": "Team", "gpus": {" L4": 2, "A100": 1}, "queue_pool": "x"}, {"l4", "a100-spot"}, CATALOGUE)
+    assert spec == PoolSpec("team", {"a100-spot": 1, "l4": 2}, "", 0, 1200)
+    full = {
+        "name": "t", "gpus": {"l4": 1}, "bundle": "default", "minimum_worker_count": 4, "ttl_seconds": 3600, "gpu_caps": {"l4": 3},
+        "pinned_models": ["TOY/one", "toy/one"],
+    }  # fmt: skip
+    assert parse_spec(full, {"l4"}, CATALOGUE) == PoolSpec("t", {"l4": 1}, "default", 4, 3600, {"l4": 3}, ("toy/one",))
+
+
+def test_the_queue_of_a_reservation_is_a_part_of_what_a_pool_may_hold() -> None:
+    """64 of them are at most four times what one pool of its own reserves at the broker."""
+    settings = Settings()
+    own, reserved = work_spec(settings, "_default").max_bytes, work_spec(settings, "team", reserved=True).max_bytes
+    assert MOST_RESERVATIONS * reserved == 4 * own
+
+
+# their life
+
+SPEC = {"name": "team", "gpus": {"l4": 1}}
+L4 = {"SIE_GATEWAY_CONFIGURED_GPUS": "l4,h100"}
+FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "1000"}
+
+
+async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:
+    """What a gateway answers, once it is so."""
+    async with asyncio.timeout(10):
+        while not condition(found := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
+            await asyncio.sleep(0.02)
+    return found
+
+
+class Town(InProcess):
+    """Two gateways before a broker, and workers that ask both for their pools."""
+
+    gateways: tuple[GatewayProcess, GatewayProcess]
+
+    async def worker(self, **environ: str) -> SidecarProcess:
+        urls = ",".join(gateway.url for gateway in self.gateways)
+        return await self.sidecar(SIE_MACHINE_PROFILE="l4", SIE_GATEWAY_URL=urls, **FAST, **environ)
+
+    async def serves(self, worker: str, pool: str) -> None:
+        def told() -> bool:
+            beat = self.last_beat(worker, ready=True)
+            return beat is not None and beat.pool == pool
+
+        await until(told, f"{worker} serves {pool}")
+
+    async def state(self, wanted: str, name: str = "team") -> dict[str, Any]:
+        """The Pool object at both gateways, once it has this state."""
+        path = f"/v1/pools/{name}"
+        found = [await eventually(each, path, lambda pool: pool.get("status", {}).get("state") == wanted) for each in self.gateways]
+        assert found[0] == found[1]
+        return found[0]
+
+
+    async def events(self, event: str) -> float:
+        """How often both gateways together counted it."""
+        return sum([await gateway.metric("sie_gateway_pool_events_total", event=event) for gateway in self.gateways])
+
+    async def counted(self, event: str) -> None:
+        """The gateway on duty counts a change at its next look, which may be after it shows in a Pool object."""
+        async with asyncio.timeout(10):
+            while not await self.events(event):  # noqa: ASYNC110  a state of another process
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def town(tmp_path: Path) -> AsyncIterator[Town]:
+    async with Town(tmp_path, toy_entry(), toy_entry("toy/big", bundle="other")) as town:
+        town.gateways = await town.gateway(**FAST, **L4), await town.gateway(**FAST, **L4)
+        yield town
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    body = answer.json()
+    assert body["detail"]["message"] == body["message"]  # the Python client reads it there, of a map
+    return answer.status_code, body["code"]
+
+
+async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_back(town: Town) -> None:
+    """1. Both workers serve the default pool. 2. One is reserved over one gateway, and works for the pool alone. 3. Both gateways route to
+    it, by header and by `pool/gpu`. 4. It is deleted over the other gateway, and both workers are back."""
+    one, two = town.gateways
+    await town.worker()
+    await town.worker()
+    made = await one.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 600})
+    assert made.status_code == 201
+    pool = await town.state("active")
+    assert pool["spec"] == {
+        "name": "team", "bundle": None, "gpus": {"l4": 1}, "ttl_seconds": 600, "minimum_worker_count": 0, "gpu_caps": {},
+        "pinned_models": [],
+    }  # fmt: skip
+    [worker] = pool["status"]["assigned_workers"]
+    assert worker == {"name": worker["name"], "url": None, "gpu": "l4"}
+    assert pool["status"]["expires_at"] == pool["status"]["last_renewed"] + 600
+    mine, other = worker["name"], "w1" if worker["name"] == "w0" else "w0"
+    for gateway in town.gateways:
+        told = await gateway.client.get("/v1/pools/assignments", params={"worker": mine})
+        assert told.json() == {"worker": mine, "pools": ["team"]}
+        assert (await gateway.client.get("/v1/pools/assignments", params={"worker": other})).json()["pools"] == ["_default"]
+    for gateway, named in ((one, {"X_SIE_Pool": "Team"}), (two, {"X_SIE_MACHINE_PROFILE": "team/l4"})):
+        for _ in range(4):
+            assert (await gateway.encode("x", **named)).headers["x-sie-worker"] == mine
+            assert (await gateway.encode("x", X_SIE_Pool="default")).headers["x-sie-worker"] == other
+    health = (await two.client.get("/health")).json()
+    assert {info["name"]: info["pool"] for info in health["workers"]} == {mine: "team", other: "_default"}
+    assert await one.metric("sie_gateway_active_lease_gpus") == 1
+    await town.counted("active")
+    assert (await two.client.delete("/v1/pools/team")).json() == {"message": "Pool deleted"}
+    await town.serves(mine, "_default")
+    assert code(await one.client.get("/v1/pools/team")) == (404, "POOL_NOT_FOUND")
+    assert code(await one.encode("x", X_SIE_Pool="team")) == (404, "POOL_NOT_FOUND")
+    assert "WORK_team" not in town.server.streams
+    events = {event: await town.events(event) for event in ("created", "active", "assigned", "released", "deleted")}
+    assert set(events.values()) == {1}, events
+    made = await one.client.post("/v1/pools", json=SPEC)  # the name is free at once
+    assert made.status_code == 201
+
+
+async def test_the_same_spec_renews_and_another_one_conflicts(town: Town) -> None:
+    one, two = town.gateways
+    first = (await one.client.post("/v1/pools", json=SPEC)).json()
+    assert first["status"]["state"] == "pending"
+    again = await two.client.post("/v1/pools", json={**SPEC, "name": "TEAM", "bundle": None})
+    assert again.status_code == 201
+    assert again.json()["status"]["created_at"] == first["status"]["created_at"]
+    assert again.json()["status"]["expires_at"] > first["status"]["expires_at"]
+    other = await two.client.post("/v1/pools", json={**SPEC, "minimum_worker_count": 1})
+    assert code(other) == (409, "POOL_CONFLICT")
+    assert other.headers["x-should-retry"] == "false"
+    assert other.json()["detail"]["pool"]["spec"] == first["spec"]
+    renewed = (await one.client.post("/v1/pools/team/renew")).json()
+    assert renewed == {"message": "Pool renewed", "expires_at": renewed["expires_at"]}
+    assert renewed["expires_at"] > again.json()["status"]["expires_at"]
+
+
+async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -> None:
+    client = town.gateways[0].client
+    for name in ("default", "_default", "DEFAULT"):
+        pool = (await client.get(f"/v1/pools/{name}")).json()
+        assert (pool["name"], pool["spec"]["name"], pool["status"]["state"]) == ("default", "default", "active")
+        assert pool["status"]["expires_at"] is None
+        assert code(await client.delete(f"/v1/pools/{name}")) == (403, "POOL_OPERATION_FORBIDDEN")
+        assert (await client.post(f"/v1/pools/{name}/renew")).json() == {"message": "Pool renewed", "expires_at": None}
+        assert code(await client.post("/v1/pools", json={**SPEC, "name": name})) == (409, "POOL_CONFLICT")
+    assert [pool["name"] for pool in (await client.get("/v1/pools")).json()["pools"]] == ["default"]
+    unknown = ("GET", "/v1/pools/none"), ("DELETE", "/v1/pools/none"), ("POST", "/v1/pools/none/renew"), ("GET", "/v1/pools/a.b")
+    for method, path in unknown:
+        assert code(await client.request(method, path)) == (404, "POOL_NOT_FOUND")
+    assert code(await client.post("/v1/pools", content=b"{")) == (400, "INVALID_INPUT")
+    assert code(await client.post("/v1/pools", content=b" " * 70_000)) == (413, "PAYLOAD_TOO_LARGE")
+
+
+async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_once(town: Town) -> None:
+    wanted = [{"name": f"r{number}", "gpus": {"l4": 1}} for number in range(MOST_RESERVATIONS + 6)]
+    answers: list[httpx.Response] = []
+    for start in range(0, len(wanted), 7):
+        tasks = [town.gateways[number % 2].client.post("/v1/pools", json=body) for number, body in enumerate(wanted[start : start + 7])]
+        answers += await asyncio.gather(*tasks)
+    assert sorted(answer.status_code for answer in answers) == [201] * MOST_RESERVATIONS + [403] * 6
+    assert {code(answer) for answer in answers if answer.status_code == 403} == {(403, "POOL_OPERATION_FORBIDDEN")}
+    for gateway in town.gateways:
+        await eventually(gateway, "/v1/pools", lambda found: len(found["pools"]) == MOST_RESERVATIONS + 1)
+
+
+async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:
+    """A12. 1. Two are reserved with nobody there: pending, and two workers are wanted. 2. A request is told to wait. 3. One worker comes:
+    it is left to the others. 4. The second comes: active."""
+    one, two = town.gateways
+    assert (await one.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
+    figures = {name: (await two.client.get(f"/v1/scaling/{name}.l4.default")).json() for name in ("team", "_default")}
+    for found in figures.values():
+        assert (found["reserved"], found["wanted_replicas"], found["demand"], found["ready_workers"]) == (2, 2, 1, 0)
+    answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.9.0")
+    assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
+    assert (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["code"] == "PROVISIONING"
+    await town.worker()
+    assert (await one.encode("x")).headers["x-sie-worker"] == "w0"
+    assert (await town.state("pending"))["status"]["assigned_workers"] == []
+    await town.worker()
+    await town.state("active")
+    assert (await two.encode("x", X_SIE_Pool="team")).status_code == 200
+    found = (await two.client.get("/v1/scaling/_default.l4.default")).json()
+    assert (found["reserved"], found["ready_workers"]) == (2, 0)
+    assert found["wanted_replicas"] >= 2
+
+
+async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> None:
+    """A request waits in the queue of a reservation without workers; when its lease is over it fails at once, with the reason."""
+    one, two = town.gateways
+    await one.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}, "ttl_seconds": 2})
+    waiting = [asyncio.create_task(gateway.encode("x", X_SIE_Pool="team")) for gateway in town.gateways]
+    await until(lambda: town.server.streams["WORK_team"].state().messages == 2, "work in the stream")
+    for answer in await asyncio.gather(*waiting):
+        assert code(answer) == (404, "POOL_NOT_FOUND")
+    await until(lambda: "WORK_team" not in town.server.streams, "the stream is removed")
+    for gateway in town.gateways:
+        assert code(await gateway.client.post("/v1/pools/team/renew")) == (404, "POOL_NOT_FOUND")
+        assert (await gateway.client.get("/v1/scaling/team.l4.default")).status_code == 404
+    assert sum([await gateway.metric("sie_gateway_pool_events_total", event="expired") for gateway in town.gateways]) == 1
+    tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
+    assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
+    assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
+
+
+async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_then(town: Town) -> None:
+    workers = {process.worker: process for process in (await town.worker(), await town.worker())}
+    await town.gateways[0].client.post("/v1/pools", json=SPEC)
+    [first] = (await town.state("active"))["status"]["assigned_workers"]
+    gone = workers.pop(first["name"])
+    await gone.end()
+    pool = await town.state("active")
+    [left] = workers
+    while [each["name"] for each in pool["status"]["assigned_workers"]] != [left]:
+        pool = await town.state("active")
+    assert (await town.gateways[1].encode("x", X_SIE_Pool="team")).headers["x-sie-worker"] == left
+    await workers[left].end()
+    assert (await town.state("pending"))["status"]["assigned_workers"] == []
+
+
+async def test_pinned_models_are_loaded_by_the_worker_that_takes_up_the_reservation(town: Town) -> None:
+    await town.worker()
+    [adapter] = town.adapters
+    assert adapter.loads == []
+    answer = await town.gateways[0].client.post("/v1/pools", json={**SPEC, "pinned_models": ["toy/one"]})
+    assert answer.json()["spec"]["pinned_models"] == ["toy/one"]
+    await until(lambda: adapter.loads == ["toy/one"], "the pinned model is loaded")
+
+
+async def test_work_in_hand_is_finished_while_the_next_pool_is_served(town: Town) -> None:
+    """Both pools' streams count from 1: the worker holds the first message of each at once, and answers and removes both."""
+    one, two = town.gateways
+    await town.worker()
+    [adapter] = town.adapters
+    assert (await one.encode("warm")).status_code == 200
+    adapter.hold_batches = True
+    old = [asyncio.create_task(one.encode("old")), asyncio.create_task(two.encode("older"))]
+    await until(lambda: len(adapter.batches) >= 2, "work of the default pool at the adapter")
+    await one.client.post("/v1/pools", json=SPEC)
+    await town.state("active")
+    new = [asyncio.create_task(gateway.encode("new", X_SIE_Pool="team")) for gateway in town.gateways * 2]
+    stream = town.server.streams["WORK_team"]
+    await until(lambda: sum(consumer.state().leased for consumer in stream.consumers.values()) == 4, "work of the reservation in hand")
+    adapter.let_go()
+    for answer in await asyncio.gather(*old, *new):
+        assert answer.status_code == 200
+        assert answer.headers["x-sie-worker"] == "w0"
+    for name in ("WORK_team", "WORK__default"):
+        await until(lambda name=name: not town.server.streams[name].state().messages, f"{name} is empty")
+
+
+async def test_a_gateway_that_starts_again_knows_all_reservations_and_moves_nobody(town: Town) -> None:
+    one, two = town.gateways
+    await town.worker()
+    await one.client.post("/v1/pools", json=SPEC)
+    before = await town.state("active")
+    await asyncio.gather(one.end(), two.end())
+    town.gateways = await town.gateway(**FAST, **L4), await town.gateway(**FAST, **L4)
+    after = (await town.gateways[0].client.get("/v1/pools/team")).json()
+    assert after["spec"] == before["spec"]
+    assert after["status"]["expires_at"] == before["status"]["expires_at"]
+    assert await town.state("active") == before
+    assert {beat.pool for beat in town.beats[-3:]} == {"team"}
+    released = [await gateway.metric("sie_gateway_pool_events_total", event="released") for gateway in town.gateways]
+    assert released == [0, 0]
+
+
+async def test_a_reservation_has_what_it_asks_for_and_nothing_else(town: Town) -> None:
+    """A request for what its workers never have is refused instead of waiting for ever."""
+    client = town.gateways[0].client
+    await client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})
+    answer = await town.gateways[0].encode("x", X_SIE_Pool="team", X_SIE_MACHINE_PROFILE="h100")
+    assert (code(answer), answer.json()["error"]["reason"]) == ((400, "INVALID_INPUT"), "gpu_not_configured")
+    assert answer.json()["error"]["configured_gpu_types"] == ["l4"]
+    await client.post("/v1/pools", json={"name": "others", "gpus": {"l4": 1}, "bundle": "other"})
+    assert code(await town.gateways[0].encode("x", X_SIE_Pool="others")) == (409, "BUNDLE_CONFLICT")
+
+
+async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_workers_come_back(town: Town) -> None:
+    """SIE_STREAM_STORAGE=memory: the bucket is made anew, and its revisions begin again."""
+    await town.worker()
+    for number in range(3):  # so that the revisions of before are higher than those after
+        await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": f"other{number}"})
+        await town.gateways[0].client.delete(f"/v1/pools/other{number}")
+    await town.gateways[0].client.post("/v1/pools", json=SPEC)
+    await town.state("active")
+    town.server.disconnect()
+    del town.server.buckets[topology.POOLS_BUCKET]
+    town.server.lose_stream("WORK_team")
+    town.server.reconnect()
+    for gateway in town.gateways:
+        await eventually(gateway, "/v1/pools/team", lambda found: found.get("code") == "POOL_NOT_FOUND")
+    await town.serves("w0", "_default")
+    assert (await town.gateways[1].encode("x")).status_code == 200
+    assert (await town.gateways[1].client.post("/v1/pools", json=SPEC)).status_code == 201
+    await town.state("active")
+    assert (await town.gateways[0].encode("x", X_SIE_Pool="team")).status_code == 200
+
+
+async def test_writing_pools_takes_the_scope_or_the_role_that_is_set(tmp_path: Path) -> None:
+    """SIE_POOL_WRITE_ROLE; X14: a user token is enough unless the operator says otherwise."""
+    async with InProcess(tmp_path) as cluster:
+        tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "user", "SIE_ADMIN_TOKEN": "admin", "SIE_CONFIG_READ_TOKEN": "reader"}
+        body = {"name": "team", "gpus": {"l4": 1}}
+        for role, allowed in (("user", {"user", "admin"}), ("admin", {"admin"})):
+            gateway = await cluster.gateway(**tokens, **L4, SIE_POOL_WRITE_ROLE=role)
+            for token in ("", "reader", "user", "admin"):
+                headers = {"authorization": f"Bearer {token}"} if token else {}
+                statuses = [
+                    (await gateway.client.post("/v1/pools", json=body, headers=headers)).status_code,
+                    (await gateway.client.post("/v1/pools/team/renew", headers=headers)).status_code,
+                    (await gateway.client.delete("/v1/pools/team", headers=headers)).status_code,
+                ]
+                refused = 403 if token == "user" else 401
+                assert statuses == ([201, 200, 200] if token in allowed else [refused] * 3), (role, token)
+            assert (await gateway.client.get("/v1/pools", headers={"authorization": "Bearer user"})).status_code == 200

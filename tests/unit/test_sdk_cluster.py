@@ -1,0 +1,103 @@
+"""Models, capacity and pools without I/O: what is sent, and what a reply that is none becomes."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+import sie_sdk
+from sie_sdk import cluster
+from sie_sdk.core import Plan, Received, Send, Session, Work
+
+TOLD = {"model": "m", "timing": {}, "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []}, "fingerprint": "f"}
+
+
+def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
+    """What a plan sends, answered with `replies`, and what it returns."""
+    given, sent, reply = iter(replies), [], None
+    while True:
+        try:
+            step = plan.send(reply)
+        except StopIteration as end:
+            return sent, end.value
+        reply = None
+        if isinstance(step, Send):
+            sent.append(step)
+            body = next(given)
+            is_msgpack = "msgpack" in step.headers["accept"]
+            reply = Received(200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode())
+        elif isinstance(step, Work):
+            reply = step.function()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tasks", "path", "answer"),
+    [
+        (["text", "image"], ["encode", "score"], "/v1/encode/org/m", {"items": [{}]}),
+        (["text"], ["score"], "/v1/score/org/m", {"scores": [{"item_id": "item-0", "score": 0.5, "rank": 0}]}),
+        (["text"], ["extract"], "/v1/extract/org/m", {"items": [{}]}),
+        (["image"], ["extract"], "/v1/extract/org/m", {"items": [{}]}),
+    ],
+)
+def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
+    inputs: list[str], tasks: list[str], path: str, answer: dict[str, Any]
+) -> None:
+    """Demand is what makes a worker start; looking at the catalogue never does. A client that does not wait elsewhere waits here."""
+    info = {"name": "org/m", "inputs": inputs, "tasks": tasks, "state": "available"}
+    session = Session(wait_for_capacity=False)
+    sent, found = replied(cluster.warmed("org/m", {"gpu": "l4"}, session), info, answer, {**info, "state": "loaded"})
+    assert [step.path for step in sent] == ["/v1/models/org/m", path, "/v1/models/org/m"]
+    assert sent[1].headers["x-sie-machine-profile"] == "l4"
+    (item,) = msgspec.msgpack.decode(sent[1].body)["items"]
+    if "text" in inputs:
+        assert item == {"text": "."}
+    else:
+        (image,) = item["images"]
+        assert (Image.open(io.BytesIO(image["data"])).convert("RGB").size, image["format"]) == ((1, 1), "png")
+    assert found["state"] == "loaded"
+
+
+def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:
+    with pytest.raises(sie_sdk.InvalidInputError, match="audio"):
+        replied(cluster.warmed("m", {}, Session()), {"name": "m", "inputs": ["audio"], "tasks": ["encode"]})
+
+
+def test_filters_of_models_are_a_query() -> None:
+    (step,), models = replied(cluster.list_models({"task": "score", "loaded": True, "output": None}, Session()), {"data": [{"id": "m"}]})
+    assert (step.path, models) == ("/v1/models?task=score&loaded=true", [{"id": "m"}])
+
+
+def test_capacity_counts_the_workers_of_a_machine_profile() -> None:
+    workers = [{"name": "a", "gpu": "l4", "gpu_count": 2}, {"name": "b", "gpu": "cpu", "gpu_count": 1}]
+    _, capacity = replied(cluster.capacity(" L4 ", Session()), {"workers": workers})
+    assert capacity == {"worker_count": 1, "gpu_count": 2, "workers": workers[:1]}
+
+
+SESSION = Session()
+PLANS = {
+    "list_models": lambda: cluster.list_models({}, SESSION), "get_model": lambda: cluster.get_model("m", SESSION),
+    "health": lambda: cluster.health(SESSION), "capacity": lambda: cluster.capacity("l4", SESSION),
+    "scaling": lambda: cluster.scaling("a.b.c", SESSION), "warmed": lambda: cluster.warmed("m", {}, SESSION),
+    "create_pool": lambda: cluster.create_pool("p", {"l4": 1}, {}, SESSION), "list_pools": lambda: cluster.list_pools(SESSION),
+    "get_pool": lambda: cluster.get_pool("p", SESSION), "renew_pool": lambda: cluster.renew_pool("p", SESSION),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("reply", [None, [], 3, "text", {}, {"workers": [3]}, {"pools": [{}]}, {"expires_at": "soon"}], ids=str)
+def test_a_reply_that_is_none_is_an_error_of_the_server(name: str, reply: Any) -> None:
+    """No KeyError, no AttributeError."""
+    with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+        replied(PLANS[name](), reply)
+
+
+def test_a_name_that_cannot_be_a_path_is_refused() -> None:
+    with pytest.raises(sie_sdk.InvalidInputError):
+        next(cluster.get_model("\ud800", SESSION))
+    with pytest.raises(sie_sdk.InvalidInputError):
+        next(cluster.create_pool("p", {"l4": object()}, {}, SESSION))  # type: ignore[dict-item]

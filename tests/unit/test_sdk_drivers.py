@@ -1,0 +1,404 @@
+"""Both clients, driven by the same cases, over real sockets: concurrency, order, failures, hedges, reservations, frames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import websockets.sync.server as websocket_server
+from websockets.exceptions import ConnectionClosed
+
+import sie_sdk
+from sie_contracts import arrays
+from sie_sdk import SIEAsyncClient, SIEClient, cluster, core, watching
+
+HANGING = 10.0  # seconds that nothing here takes, unless it hangs
+
+
+class Server(ThreadingHTTPServer):
+    """Answers encode with the number in each text, and what `special` says for requests it knows. Counts."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.seen: list[tuple[str, str, Any]] = []
+        self.running = self.most_running = 0
+        self.special: Callable[[str, str, Any, int], tuple[int, Any] | None] = lambda *_: None
+        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is part of these tests."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self.thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def answer(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+        is_msgpack = "msgpack" in self.headers.get("content-type", "")
+        body = (msgspec.msgpack.decode if is_msgpack else msgspec.json.decode)(raw) if raw else None
+        server = self.server
+        with server.lock:
+            server.seen.append((self.command, self.path, body))
+            number = len(server.seen)
+            server.running += 1
+            server.most_running = max(server.most_running, server.running)
+        try:
+            status, reply = server.special(self.command, self.path, body, number) or (200, vectors(body["items"]))
+        finally:
+            with server.lock:
+                server.running -= 1
+        data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        if status >= 400:
+            self.send_header("x-should-retry", str(status >= 500).lower())
+            self.send_header("retry-after", "1")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(data)
+
+    do_GET = do_POST = do_DELETE = answer
+
+    def log_message(self, *_: object) -> None:
+        """Nothing to the test's output."""
+
+
+def vectors(items: list[str]) -> bytes:
+    slots = [{"dense": {"dims": 1, "dtype": "float32", "values": arrays.pack(np.array([float(item)], np.float32))}} for item in items]
+    usage = {"prompt_tokens": len(items), "total_tokens": len(items), "truncated_items": []}
+    return msgspec.msgpack.encode({"model": "m", "timing": {}, "usage": usage, "fingerprint": "f", "items": slots})
+
+
+def failure(code: str, message: str = "no") -> dict[str, Any]:
+    return {"error": {"code": code, "message": message}}
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture(params=["sync", "async"])
+def using(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`using(url, function, **options)`: what `function(client)` gives, awaited where it is to be."""
+
+    def sync(url: str, function: Callable[[Any], Any], **options: Any) -> Any:
+        with SIEClient(url, **options) as client:
+            return function(client)
+
+    def asynchronous(url: str, function: Callable[[Any], Any], **options: Any) -> Any:
+        async def run() -> Any:
+            async with SIEAsyncClient(url, **options) as client:
+                return await function(client)
+
+        return asyncio.run(run())
+
+    return sync if request.param == "sync" else asynchronous
+
+
+TEXTS = [str(number) for number in range(100)]
+TEN_A_PART = 20  # tokens: each of these texts counts as two
+
+
+def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Server, using: Callable[..., Any]) -> None:
+    """E19, E20. 1. Ten parts, four at a time, some slower than others. 2. Four are under way at once, never five. 3. All in order."""
+    together = threading.Barrier(4)
+
+    def special(method: str, path: str, body: Any, number: int) -> None:
+        if number <= 4:
+            together.wait(HANGING)  # raises if four are never there at once
+        time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)  # what comes first is not what was sent first
+
+    server.special = special
+    told: list[sie_sdk.Progress] = []
+    results = using(
+        server.url, lambda client: client.encode("m", TEXTS, on_progress=told.append), part_tokens=TEN_A_PART, concurrency=4
+    )
+    assert [result["dense"].tolist() for result in results] == [[float(text)] for text in TEXTS]
+    assert (server.most_running, len(server.seen)) == (4, 10)
+    assert results[0]["usage"]["total_tokens"] == 100
+    assert [each.done for each in told] == list(range(10, 101, 10))
+
+
+def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(server: Server, using: Callable[..., Any]) -> None:
+    released = threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        if "20" in body["items"]:
+            return 400, failure("INVALID_INPUT", "items[0].text: no")
+        released.wait(HANGING if number < 10 else 0)
+        return None
+
+    server.special = special
+    started_s = time.monotonic()
+    with pytest.raises(sie_sdk.InvalidInputError, match=r"items\[20\].text"):
+        using(server.url, lambda client: client.encode("m", TEXTS), part_tokens=TEN_A_PART, concurrency=3)
+    assert time.monotonic() - started_s < HANGING / 2, "what is still under way is not waited for"
+    released.set()
+    assert len(server.seen) <= 5, "one that was being taken at that moment may still go"
+
+
+def test_a_wait_ends_when_another_part_fails(server: Server, using: Callable[..., Any]) -> None:
+    waiting = threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
+        if "0" in body["items"]:
+            waiting.set()
+            return 503, failure("QUEUE_FULL")
+        waiting.wait(HANGING)
+        return 400, failure("INVALID_INPUT")
+
+    server.special = special
+    with pytest.raises(sie_sdk.InvalidInputError):
+        using(server.url, lambda client: client.encode("m", TEXTS), part_tokens=100, concurrency=2)
+
+
+def test_a_file_that_cannot_be_read_ends_the_call(server: Server, using: Callable[..., Any]) -> None:
+    items: list[Any] = ["1"] * 30 + [{"document": "/no/such/file"}]
+    with pytest.raises(sie_sdk.InvalidInputError, match=r"items\[30\].document"):
+        using(server.url, lambda client: client.encode("m", items), part_tokens=TEN_A_PART)
+
+
+def test_a_part_that_is_not_answered_is_sent_again_and_the_first_answer_counts(server: Server, using: Callable[..., Any]) -> None:
+    released = threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> None:
+        if number == 1:
+            released.wait(HANGING)
+
+    server.special = special
+    started_s = time.monotonic()
+    result = using(server.url, lambda client: client.encode("m", "7", hedge_after_s=0.05))
+    assert time.monotonic() - started_s < HANGING / 2
+    released.set()
+    assert result["dense"].tolist() == [7.0]
+    assert [body for _, _, body in server.seen] == [{"items": ["7"], "params": {}}] * 2
+
+
+def test_a_copy_that_fails_is_no_answer_while_the_other_is_under_way(server: Server, using: Callable[..., Any]) -> None:
+    second = threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        if number == 2:
+            second.set()
+            return 500, failure("INTERNAL_ERROR")
+        second.wait(HANGING)
+        time.sleep(0.05)
+        return None
+
+    server.special = special
+    assert using(server.url, lambda client: client.encode("m", "7", hedge_after_s=0.02))["dense"].tolist() == [7.0]
+
+
+def test_no_second_copy_goes_where_the_first_is_answered_in_time(server: Server, using: Callable[..., Any]) -> None:
+    using(server.url, lambda client: client.encode("m", TEXTS, hedge_after_s=HANGING), part_tokens=TEN_A_PART)
+    assert len(server.seen) == 10
+
+
+def test_a_client_that_was_closed_says_so(server: Server) -> None:
+    client = SIEClient(server.url)
+    client.close()
+    with pytest.raises(sie_sdk.SIEConnectionError, match="closed"):
+        client.encode("m", "1")
+
+
+@pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_AGAIN])
+def test_a_host_that_does_not_exist_is_told_at_once(using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int) -> None:
+    """E3. A resolver that could not tell is asked again, within patience."""
+    asked = []
+
+    def nobody(*_: object, **__: object) -> Any:
+        asked.append(1)
+        raise socket.gaierror(errno, "told by the resolver")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
+    with pytest.raises(sie_sdk.SIEConnectionError, match="told by the resolver"):
+        using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.1)
+    assert (len(asked) > 1) == (errno == socket.EAI_AGAIN)
+
+
+POOL = {"name": "eval", "spec": {"gpus": {"l4": 1}}, "status": {"state": "active"}}
+
+
+def pools(server: Server, lapsed: threading.Event | None = None) -> Callable[..., tuple[int, Any]]:
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
+        if path.endswith("/renew"):
+            if lapsed is not None and not lapsed.is_set():
+                lapsed.set()
+                return 404, failure("POOL_NOT_FOUND")
+            return 200, {"message": "Pool renewed", "expires_at": 1.5}
+        if method == "DELETE":
+            return 200, {"message": "Pool deleted"}
+        if method == "GET" and path == "/v1/pools":
+            return 200, {"pools": [POOL]}
+        return 201 if method == "POST" else 200, POOL
+
+    return special
+
+
+def test_pools_are_made_listed_renewed_and_deleted(server: Server, using: Callable[..., Any]) -> None:
+    server.special = pools(server)
+    assert using(server.url, lambda client: client.create_pool("eval", {"l4": 1}, ttl_seconds=60, bundle=None)) == POOL
+    assert using(server.url, lambda client: client.list_pools()) == [POOL]
+    assert using(server.url, lambda client: client.get_pool("eval")) == POOL
+    assert using(server.url, lambda client: client.renew_pool("eval")) == 1.5
+    assert using(server.url, lambda client: client.delete_pool("eval")) is None
+    assert [(method, path) for method, path, _ in server.seen] == [
+        ("POST", "/v1/pools"), ("GET", "/v1/pools"), ("GET", "/v1/pools/eval"), ("POST", "/v1/pools/eval/renew"),
+        ("DELETE", "/v1/pools/eval"),
+    ]  # fmt: skip
+    assert server.seen[0][2] == {"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 60}
+
+
+def reserve(client: Any, enough: Callable[[], bool]) -> Any:
+    """Hold a reservation until `enough`."""
+
+    def hold() -> Iterator[None]:
+        end_s = time.monotonic() + HANGING
+        while not enough():
+            assert time.monotonic() < end_s
+            yield
+
+    if isinstance(client, SIEClient):
+        with client.reserve("eval", {"l4": 1}, ttl_seconds=1):
+            for _ in hold():
+                time.sleep(0.005)
+        return None
+
+    async def held() -> None:
+        async with client.reserve("eval", {"l4": 1}, ttl_seconds=1):
+            for _ in hold():
+                await asyncio.sleep(0.005)
+
+    return held()
+
+
+def test_a_reservation_is_renewed_while_it_is_held_and_deleted_at_the_end(
+    server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
+    server.special = pools(server)
+    using(server.url, lambda client: reserve(client, lambda: len(server.seen) >= 4))
+    done = [(method, path) for method, path, _ in server.seen]
+    assert done[0] == ("POST", "/v1/pools")
+    assert done[1:4] == [("POST", "/v1/pools/eval/renew")] * 3
+    assert done[-1] == ("DELETE", "/v1/pools/eval")
+
+
+def test_a_reservation_whose_lease_lapsed_is_made_again(server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop slept, or every gateway was away for longer than the lease."""
+    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
+    server.special = pools(server, lapsed := threading.Event())
+    using(server.url, lambda client: reserve(client, lambda: lapsed.is_set() and len(server.seen) >= 4))
+    made = [body for method, path, body in server.seen if (method, path) == ("POST", "/v1/pools")]
+    assert made == [{"name": "eval", "gpus": {"l4": 1}, "ttl_seconds": 1}] * 2
+
+
+def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
+    server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. A renewal hangs, and so does the delete. 2. The block fails. 3. Its error is raised soon, and the log says what is left."""
+    monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr(cluster, "CLOSE_S", 0.1)
+    monkeypatch.setattr("sie_sdk.transport.CLOSE_S", 0.1)
+    released, well = threading.Event(), pools(server)
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
+        if number > 1:
+            released.wait(HANGING)
+        return well(method, path, body, number)
+
+    def failing() -> bool:
+        if len(server.seen) > 1:
+            raise LookupError("the block's own")
+        return False
+
+    server.special = special
+    started_s = time.monotonic()
+    with pytest.raises(LookupError, match="the block's own"):
+        using(server.url, lambda client: reserve(client, failing))
+    assert time.monotonic() - started_s < HANGING / 2
+    released.set()
+    assert "left to its lease" in caplog.text
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
+    """A websocket that breaks after two frames each time; its address and the tokens that came."""
+    monkeypatch.setattr(watching, "AGAIN_AFTER_S", 0.01)
+    tokens: list[str] = []
+
+    def guard(connection: Any, request: Any) -> Any:
+        tokens.append(request.headers.get("Authorization", ""))
+        if request.path != "/ws/cluster-status" or tokens[-1] != "Bearer good":
+            return connection.respond(401, json.dumps(failure("UNAUTHENTICATED")))
+        return None
+
+    def handle(connection: Any) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            for number in range(2):
+                connection.send(json.dumps({"timestamp": number, "workers": []}))
+        connection.close()
+
+    with websocket_server.serve(handle, "127.0.0.1", 0, process_request=guard) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        host, port = running.socket.getsockname()
+        yield f"http://{host}:{port}", tokens
+        running.shutdown()
+        thread.join()
+
+
+def first(client: Any, count: int) -> Any:
+    if isinstance(client, SIEClient):
+        with contextlib.closing(client.watch()) as watched:  # type: ignore[type-var]
+            return [next(watched) for _ in range(count)]
+
+    async def found() -> list[Any]:
+        async with contextlib.aclosing(client.watch()) as watched:
+            return [await anext(watched) for _ in range(count)]
+
+    return found()
+
+
+def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], using: Callable[..., Any]) -> None:
+    url, tokens = frames
+    watched = using(url, lambda client: first(client, 5), api_key="good")
+    assert [frame["timestamp"] for frame in watched] == [0, 1, 0, 1, 0]
+    assert tokens == ["Bearer good"] * 3
+
+
+def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(frames: tuple[str, list[str]], using: Callable[..., Any]) -> None:
+    with pytest.raises(sie_sdk.AuthenticationError):
+        using(frames[0], lambda client: first(client, 1), api_key="bad")
+    with pytest.raises(sie_sdk.SIEConnectionError):
+        using("http://127.0.0.1:1", lambda client: first(client, 1), wait_for_capacity=False)
+    with pytest.raises(sie_sdk.SIEConnectionError):
+        using("nowhere", lambda client: first(client, 1))

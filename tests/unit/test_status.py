@@ -1,0 +1,703 @@
+"""What is shown of the installation: `/health`, the page, the websockets of gateway and worker, and where the view comes from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_adapter import toy_entry
+from inprocess import GatewayProcess, InProcess, SidecarProcess, free_port, settings_of, until
+from uvicorn import Config
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+import sie_contracts
+from sie_contracts import messages, topology
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import GatewayBeat, Heartbeat, ModelStatus
+from sie_contracts.runtime.http import HttpServer, Receive, Scope, Send
+from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.websocket import Frames, WebSocketProtocol
+from sie_contracts.settings import SettingError
+from sie_gateway import status as statuses
+from sie_gateway import workers
+from sie_gateway.peers import Peers
+from sie_gateway.status import CONSOLE, of_heartbeat, of_socket, summaries
+from sie_gateway.workers import Endpoints, Workers, WorkerStatus
+
+ONE, TWO = toy_entry(), toy_entry("toy/two")
+TOKEN = "read-token"
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, ONE, TWO) as cluster:
+        yield cluster
+
+
+def address(process: GatewayProcess | SidecarProcess, path: str) -> str:
+    base = process.url if isinstance(process, GatewayProcess) else process.side_url
+    return base.replace("http:", "ws:") + path
+
+
+def looking(process: GatewayProcess | SidecarProcess, path: str, **headers: str) -> connect:
+    return connect(address(process, path), additional_headers=headers, proxy=None, compression=None, max_size=8 << 20)
+
+
+async def frame(socket: ClientConnection) -> dict[str, Any]:
+    async with asyncio.timeout(10):
+        found: dict[str, Any] = json.loads(await socket.recv(decode=True))
+    return found
+
+
+async def refusal(process: GatewayProcess | SidecarProcess, path: str, **headers: str) -> tuple[int, dict[str, Any], str]:
+    """Of an upgrade: status, body, and the content type."""
+    with pytest.raises(InvalidStatus) as refused:
+        async with looking(process, path, **headers):
+            pass
+    answer = refused.value.response
+    return answer.status_code, json.loads(answer.body or b"{}"), answer.headers["content-type"]
+
+
+# the mechanism
+
+
+@contextlib.asynccontextmanager
+async def served(frames: Frames) -> AsyncIterator[int]:
+    """A server that shows these frames to everybody; its port."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await frames.show(scope, receive, send)
+
+    server = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
+    await server.start()
+    try:
+        yield server.port
+    finally:
+        await asyncio.wait_for(server.stop(), 10)
+
+
+async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() -> None:
+    made = 0
+
+    def make() -> str:
+        nonlocal made
+        made += 1
+        return str(made)
+
+    loop = asyncio.get_running_loop()
+    interval_s = 0.3
+    async with served(Frames(make, interval_s)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+        at_s = []
+        for _ in range(4):
+            await looking.recv()
+            at_s.append(loop.time())
+        # others who look meanwhile get a frame that is there; what they send is thrown away
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as other:
+            await other.send("x" * 4000)
+            assert int(await other.recv()) <= made
+    assert all(later - earlier >= 0.8 * interval_s for earlier, later in itertools.pairwise(at_s))
+    assert made <= 6
+
+
+async def deaf(port: int) -> socket.socket:
+    """A client that shakes hands and never reads."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    head = (
+        "GET / HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", "",
+    )  # fmt: skip
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, ("127.0.0.1", port))
+    await loop.sock_sendall(slow, "\r\n".join(head).encode())
+    return slow
+
+
+async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
+    """O20: what waits for it stays below the buffers of one connection, whatever the number of frames."""
+    made = 0
+    text = "x" * (256 << 10)
+
+    def make() -> str:
+        nonlocal made
+        made += 1
+        return f"{made} {text}"
+
+    frames = Frames(make, 0.001, patience_s=0.5)
+    async with served(frames) as port:
+        slow = await deaf(port)
+        await until(lambda: frames.looking == 1, "the socket is accepted")
+        await until(lambda: frames.looking == 0, "the slow peer is cut off")
+        assert made < 200, "frames that nobody reads are not made"  # 50 MiB: above what any kernel buffers here
+        with contextlib.suppress(ConnectionError):
+            while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(slow, 1 << 20), 10):
+                pass
+        slow.close()
+        # others never notice
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None, max_size=None, close_timeout=0.1) as quick:
+            assert str(await quick.recv()).endswith(text)
+
+
+async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
+    """P1: close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to close."""
+    made = 0
+
+    def make() -> str:
+        nonlocal made
+        made += 1
+        return f"{made:0{256 << 10}}"
+
+    big, small = Frames(make, 0.001, patience_s=60), Frames(lambda: str(time.monotonic()), 0.05)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (small if scope["path"] == "/small" else big).show(scope, receive, send)
+
+    server = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
+    await server.start()
+    slow = await deaf(server.port)
+    before = -1
+    while before != made or not made:  # until its buffers are full
+        before = made
+        await asyncio.sleep(0.1)
+    quick = await connect(f"ws://127.0.0.1:{server.port}/small", proxy=None)
+    await quick.recv()
+    reader = asyncio.create_task(_until_closed(quick))
+    await asyncio.wait_for(server.stop(), 4)
+    assert await asyncio.wait_for(reader, 10) == 1001
+    assert not big.looking
+    assert not small.looking
+    slow.close()
+
+
+async def _until_closed(socket: ClientConnection) -> int | None:
+    try:
+        while True:
+            await socket.recv()
+    except ConnectionClosed as closed:
+        return closed.rcvd.code if closed.rcvd else None
+
+
+async def test_frames_that_end_close_the_socket_so_that_clients_try_again() -> None:
+    there: str | None = "first"
+    async with served(Frames(lambda: there, 0.02)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+        assert await looking.recv() == "first"
+        there = None
+        assert await _until_closed(looking) == 1013
+
+
+def test_without_a_protocol_there_are_no_websockets() -> None:
+    """The config service speaks none."""
+    config = Config(lambda: None, ws="none")
+    config.load()
+    assert config.ws_protocol_class is None
+
+
+# the gateway's frames
+
+
+async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar(SIE_GPU_COUNT="2", SIE_MACHINE_PROFILE="l4", SIE_HEALTH_PUBLISH_INTERVAL_MS="100")
+    assert (await gateway.encode("x")).status_code == 200
+    async with looking(gateway, "/ws/cluster-status") as socket:
+        await until(lambda: _is_idle(cluster), "the model in a heartbeat, without work")
+        for _ in range(2):  # the present one, and one that was made before
+            await frame(socket)
+        told, health = await frame(socket), (await gateway.client.get("/health")).json()
+    assert set(told) == {"timestamp", "version", "cluster", "workers", "models"}
+    assert told["version"] == health["version"] == sie_contracts.__version__
+    (worker,) = told["workers"]
+    assert worker == health["workers"][0]
+    assert set(worker) >= {
+        "name", "url", "gpu", "gpu_count", "loaded_models", "queue_depth", "memory_used_bytes", "memory_total_bytes", "healthy", "bundle",
+        "bundle_config_hash", "pool",
+    }  # fmt: skip
+    assert (worker["name"], worker["gpu"], worker["gpu_count"], worker["loaded_models"]) == ("w0", "l4", 2, ["toy/one"])
+    assert told["models"] == health["models"] == [
+        {"name": "toy/one", "state": "loaded", "worker_count": 1, "gpu_types": ["l4"], "total_queue_depth": 0},
+        {"name": "toy/two", "state": "available", "worker_count": 0, "gpu_types": [], "total_queue_depth": 0},
+    ]  # fmt: skip
+    assert {name: told["cluster"][name] for name in ("worker_count", "gpu_count", "models_loaded")} == {
+        "worker_count": 1, "gpu_count": 2, "models_loaded": 1,
+    }  # fmt: skip
+    assert health["live_gpu_types"] == ["l4"]
+
+
+def _is_idle(cluster: InProcess) -> bool:
+    beat = cluster.last_beat("w0")
+    return beat is not None and any(status.state == "loaded" and not status.queued for status in beat.models)
+
+
+async def test_health_without_a_worker_is_degraded_and_hides_credentials(cluster: InProcess) -> None:
+    """X11"""
+    gateway = await cluster.gateway(SIE_NATS_URL="nats://user:secret@one:4222", SIE_CONFIG_SERVICE_URL="http://u:secret@config:8081")
+    answer = await gateway.client.get("/health")
+    assert answer.json()["status"] == "degraded"
+    assert answer.json()["nats_url"] == "nats://one:4222"
+    assert answer.json()["config_url"] == "http://config:8081"
+    assert answer.json()["nats_monitor_url"] is None
+    assert "secret" not in answer.text
+
+
+async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(cluster: InProcess) -> None:
+    """X14: 401 and 403 are plain HTTP responses in the envelope, and so is an unknown path."""
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")
+    for path in ("/ws/cluster-status", "/ws/status", "/ws/nothing"):
+        status, body, kind = await refusal(gateway, path)
+        assert (status, body["code"], kind) == (401, "UNAUTHENTICATED", "application/json")
+        assert (await refusal(gateway, path, Authorization="Bearer bad"))[0] == 401
+    status, body, _ = await refusal(gateway, "/ws/nothing", Authorization="Bearer good")
+    assert (status, body["code"]) == (404, "NOT_FOUND")
+    status, body, _ = await refusal(gateway, "/ws/cluster-status", Authorization="Bearer good", Origin="https://evil.example")
+    assert (status, body["code"]) == (403, "PERMISSION_DENIED")
+    own = gateway.url
+    async with looking(gateway, "/ws/cluster-status", Authorization="Bearer good", Origin=own) as socket:
+        assert (await frame(socket))["cluster"]["worker_count"] == 0
+        assert socket.response is not None
+        assert socket.response.headers["x-sie-version"] == sie_contracts.__version__
+    assert await gateway.metric("sie_gateway_requests_total", endpoint="ws", status="401") == 6
+    assert await gateway.metric("sie_gateway_request_latency_seconds_count", endpoint="ws") == 0, "they last as long as clients like"
+
+
+async def test_there_are_so_many_websockets_and_not_one_more(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statuses, "MOST_SOCKETS", 2)
+    gateway = await cluster.gateway()
+    async with looking(gateway, "/ws/cluster-status") as first, looking(gateway, "/ws/cluster-status") as second:
+        await frame(first)
+        await frame(second)
+        assert await gateway.metric("sie_gateway_websockets") == 2
+        status, body, _ = await refusal(gateway, "/ws/cluster-status")
+        assert (status, body["code"]) == (503, "RESOURCE_EXHAUSTED")
+    assert await gateway.metric("sie_gateway_websockets") == 0
+    async with looking(gateway, "/ws/cluster-status") as again:
+        await frame(again)
+
+
+async def test_a_gateway_that_ends_closes_its_websockets_with_1001(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    async with looking(gateway, "/ws/cluster-status") as socket:
+        await frame(socket)
+        ending = asyncio.create_task(gateway.end())
+        assert await asyncio.wait_for(_until_closed(socket), 10) == 1001
+        assert await asyncio.wait_for(ending, 10) == 0
+
+
+async def test_the_page_needs_nothing_from_elsewhere(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_ROOT_PATH="/sie")
+    answer = await gateway.client.get("/sie/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    text = answer.text
+    assert text == CONSOLE.read_text("utf-8")
+    assert "ws/cluster-status" in text
+    for outside in ("http://", "https://", "src=", "@import", "innerHTML", "stylesheet"):
+        assert outside not in text, outside
+    async with looking(gateway, "/sie/ws/cluster-status") as socket:
+        await frame(socket)
+
+
+# the worker's frames
+
+
+async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    sidecar = await cluster.sidecar(SIE_GPU_TYPE="l4", SIE_BATCHER_MAX_BATCH_REQUESTS="7")
+    assert (await gateway.encode("one", "two", "three")).status_code == 200
+    async with looking(sidecar, "/ws/status") as socket:
+        told = await frame(socket)
+    assert set(told) == {
+        "timestamp", "ready", "name", "machine_profile", "pool_name", "gpu_count", "bundle", "bundle_config_hash", "loaded_models",
+        "max_batch_requests", "server", "gpus", "models", "counters", "histograms",
+    }  # fmt: skip
+    assert (told["ready"], told["name"], told["pool_name"], told["bundle"]) == (True, "w0", "_default", "default")
+    assert (told["max_batch_requests"], told["loaded_models"]) == (7, ["toy/one"])
+    assert set(told["server"]) == {"version", "uptime_seconds", "user", "working_dir", "pid"}
+    assert told["server"]["version"] == sie_contracts.__version__
+    (device,) = told["gpus"]
+    assert set(device) == {
+        "device", "name", "gpu_type", "utilization_pct", "memory_used_bytes", "memory_total_bytes", "memory_threshold_pct",
+    }  # fmt: skip
+    assert (device["device"], device["gpu_type"], device["memory_total_bytes"]) == ("fake", "l4", 1 << 30)
+    first, second = told["models"]  # by falling memory
+    assert (first["name"], first["state"], first["device"], first["memory_bytes"]) == ("toy/one", "loaded", "fake", 1 << 20)
+    assert first["config"] == {
+        "hf_id": None, "adapter": "toy", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 8}, "max_sequence_length": 512,
+    }  # fmt: skip
+    batching = first["adaptive_batching"]
+    assert set(batching) == {"calibrated", "target_p50_ms", "wait_ms", "batch_cost", "p50_ms", "headroom_ms", "fill_ratio"}
+    assert batching["calibrated"] is True
+    assert batching["headroom_ms"] == pytest.approx(batching["target_p50_ms"] - batching["p50_ms"], abs=0.01)
+    assert 0 < batching["fill_ratio"] < 1
+    assert (second["name"], second["state"], second["memory_bytes"]) == ("toy/two", "available", 0)
+    assert "adaptive_batching" not in second
+    assert told["counters"]["sie_requests_total"] == {"toy/one": 1}
+    assert told["counters"]["sie_tokens_processed_total"]["toy/one"] > 3
+    sizes = told["histograms"]["sie_batch_size"]["toy/one"]
+    assert len(sizes["counts"]) == len(sizes["buckets"]) + 1
+    assert sizes["counts"][-1] == 1
+    duration = told["histograms"]["sie_request_duration_seconds"]["toy/one"]
+    assert duration["counts"][-1] == 1, "phases are not added up"
+    assert sorted(duration["buckets"]) == duration["buckets"]
+
+
+async def test_frames_follow_the_work_that_is_held(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    sidecar = await cluster.sidecar(adapter)
+    adapter.hold_batches = True
+    sent = asyncio.create_task(gateway.encode("one", "two", "three"))
+    await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+    async with looking(sidecar, "/ws/status") as socket:
+        model = next(model for model in (await frame(socket))["models"] if model["name"] == "toy/one")
+        assert (model["queue_depth"], model["queue_pending_items"]) == (1, 3)
+        adapter.let_go()
+        assert (await sent).status_code == 200
+        async with asyncio.timeout(10):
+            while model["queue_depth"]:
+                model = next(model for model in (await frame(socket))["models"] if model["name"] == "toy/one")
+        assert model["queue_pending_items"] == 0
+        # the metrics in the frames are summed up once a second
+        async with asyncio.timeout(10):
+            while not (await frame(socket))["counters"].get("sie_requests_total"):
+                pass
+
+
+async def test_a_worker_is_looked_at_with_the_read_token_alone_where_there_is_one(cluster: InProcess) -> None:
+    """SIE_CONFIG_READ_TOKEN: refused before the handshake; the probes and metrics beside it stay open."""
+    await cluster.gateway()
+    sidecar = await cluster.sidecar(SIE_CONFIG_READ_TOKEN=TOKEN)
+    for headers in ({}, {"Authorization": "Bearer bad"}):
+        status, body, kind = await refusal(sidecar, "/ws/status", **headers)
+        assert (status, body["code"], kind) == (401, "UNAUTHENTICATED", "application/json")
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    assert (await refusal(sidecar, "/ws/other", **token))[0] == 404
+    assert (await refusal(sidecar, "/ws/status", **token, Origin="http://evil.example"))[0] == 403
+    assert (await sidecar.get("/metrics")).status_code == 200
+    async with looking(sidecar, "/ws/status", **token) as socket:
+        assert (await frame(socket))["name"] == "w0"
+
+
+async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProcess) -> None:
+    """Contract 18: `last_error` with class, attempts and permanence; the summary of the model says failed."""
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    adapter.refusals["toy/one"] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
+    sidecar = await cluster.sidecar(adapter)
+    assert (await gateway.encode("x")).json()["code"] == "MODEL_LOAD_FAILED"
+    async with asyncio.timeout(10):
+        while (info := (await gateway.client.get("/v1/models/toy/one")).json())["state"] != "failed":
+            pass
+    assert info["last_error"] == {"code": "GATED", "attempts": 1, "permanent": True, "message": "the files are gated"}
+    assert info["loaded"] is False
+    assert (await gateway.client.get("/health")).json()["models"][0]["state"] == "failed"
+    async with looking(sidecar, "/ws/status") as socket:
+        assert next(model["state"] for model in (await frame(socket))["models"] if model["name"] == "toy/one") == "failed"
+
+
+# the gateway shows a worker of its own
+
+
+async def test_the_gateway_shows_its_own_workers_by_number(cluster: InProcess) -> None:
+    """SIE_GATEWAY_WORKERS, SIE_CONFIG_READ_TOKEN: the gateway shows the token that it holds, its clients need the scope read."""
+    ports = [free_port(), free_port()]
+    own = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+    gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=own, SIE_CONFIG_READ_TOKEN=TOKEN)
+    plain = await cluster.gateway()
+    for port in ports:
+        await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(port), SIE_CONFIG_READ_TOKEN=TOKEN)
+    async with looking(gateway, "/ws/status") as socket, looking(gateway, "/ws/status?worker=1") as other:
+        assert [(await frame(socket))["name"], (await frame(other))["name"]] == ["w0", "w1"]
+        at_s = [(await frame(socket))["timestamp"] for _ in range(4)]
+        assert at_s == sorted(set(at_s)), "each is a new one"
+    for query in ("2", "-1", "x", "9" * 5):
+        assert (await refusal(gateway, f"/ws/status?worker={query}"))[0] == 404
+    status, body, _ = await refusal(plain, "/ws/status")
+    assert (status, body["code"]) == (404, "NOT_FOUND")
+
+
+async def test_a_worker_that_is_away_is_told_of_and_ends_what_is_shown_of_it(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
+    with monkeypatch.context() as hasty:
+        hasty.setattr(statuses, "FIRST_FRAME_S", 0.1)
+        status, body, _ = await refusal(gateway, "/ws/status")
+    assert (status, body["code"]) == (503, "NOT_READY")
+    sidecar = await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(port))
+    async with looking(gateway, "/ws/status") as socket:
+        await frame(socket)
+        await sidecar.end()
+        assert await asyncio.wait_for(_until_closed(socket), 10) == 1013
+
+
+# where the view comes from
+
+
+async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_GATEWAY_HEALTH_MODE, SIE_GATEWAY_WORKERS: both URLs are in the view, one of nobody as unhealthy; a worker that only sends
+    heartbeats is not, and serves all the same."""
+    monkeypatch.setattr(workers, "RETRY_S", 0.05)
+    ports = [free_port(), free_port()]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    by_socket = await cluster.gateway(SIE_GATEWAY_HEALTH_MODE="ws", SIE_GATEWAY_WORKERS=",".join(urls))
+    by_beats = await cluster.gateway(SIE_GATEWAY_HEALTH_MODE="nats", SIE_GATEWAY_WORKERS=",".join(urls))
+    default = await cluster.gateway(SIE_GATEWAY_HEALTH_MODE="ws")
+    await cluster.sidecar(SIE_WORKER_METRICS_PORT=str(ports[0]))
+
+    async def view(gateway: GatewayProcess) -> tuple[dict[str, str | None], list[str]]:
+        health = (await gateway.client.get("/health")).json()
+        return {worker["name"]: worker["url"] for worker in health["workers"]}, [each["name"] for each in health["unhealthy_workers"]]
+
+    async with asyncio.timeout(10):
+        while (found := await view(by_socket)) != ({"w0": urls[0]}, [urls[1]]):
+            pass  # the request awaits
+    assert found == ({"w0": urls[0]}, [urls[1]])
+    assert await view(by_beats) == ({"w0": None}, [])
+    assert await view(default) == ({}, []), "a worker that only sends heartbeats is not known"
+    for gateway in (by_socket, by_beats, default):
+        assert (await gateway.encode("x")).headers["x-sie-worker"] == "w0", "work goes through the queue"
+    assert await by_socket.metric("sie_gateway_workers", status="unhealthy") == 1
+    assert await default.metric("sie_gateway_workers") == 0
+    async with asyncio.timeout(10):
+        while (await by_socket.client.get("/health")).json()["models"][0]["state"] != "loaded":
+            pass  # the request awaits
+
+
+def test_a_socket_that_tells_nothing_is_an_unhealthy_worker_without_credentials() -> None:
+    """X11"""
+    seen = of_socket("http://user:secret@worker:9095", None)
+    assert (seen.info.name, seen.info.healthy) == ("http://worker:9095", False)
+
+
+def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
+    def worker(name: str, gpu: str, **models: tuple[str, int]) -> Heartbeat:
+        told = tuple(ModelStatus(model.replace("_", ":"), state, queued=queued) for model, (state, queued) in models.items())  # type: ignore[arg-type]
+        return Heartbeat(name, "_default", gpu, "default", True, "test", models=told)
+
+    seen = [
+        of_heartbeat(worker("a", "l4", m=("loaded", 2), m_half=("loaded", 1)), healthy=True),
+        of_heartbeat(worker("b", "t4", m=("failed", 0), other=("loaded", 9)), healthy=True),
+    ]
+    (found,) = summaries(["m"], seen)
+    assert msgspec.to_builtins(found) == {
+        "name": "m", "state": "loaded", "worker_count": 1, "gpu_types": ["l4", "t4"], "total_queue_depth": 3
+    }  # fmt: skip
+    loading = of_heartbeat(worker("c", "l4", m=("loading", 0)), healthy=True)
+    assert [each.state for each in summaries(["m", "nobody"], [*seen, loading])] == ["loading", "available"]
+
+
+async def test_the_rate_of_requests_is_that_of_all_gateways(cluster: InProcess) -> None:
+    """10 and 4 answers a second, told by each gateway to all."""
+    now_s = 0.0
+    sent: list[GatewayBeat] = []
+    peers = [Peers(cluster.server.connect(f"g{number}"), dict, lambda: now_s) for number in range(2)]
+    for _ in range(12):
+        now_s += 1.0
+        for peer, count in zip(peers, (10, 4), strict=True):
+            for _ in range(count):
+                peer.answered()
+            sent.append(peer.beat())
+        for beat in sent[-2:]:
+            for peer in peers:
+                peer.note(beat)
+    assert [peer.qps() for peer in peers] == [pytest.approx(14.0)] * 2
+    for _ in range(10):
+        now_s += 1.0
+        for peer in peers:
+            beat = peer.beat()
+            for other in peers:
+                other.note(beat)
+    assert [peer.qps() for peer in peers] == [0.0] * 2
+
+
+async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    for _ in range(5):
+        assert (await gateway.encode("x")).status_code == 200
+    async with asyncio.timeout(10):
+        while not (rate := (await gateway.client.get("/health")).json()["cluster"]["total_qps"]):
+            pass  # the request awaits
+    assert 0 < rate <= 5 / 0.5
+    assert await gateway.metric("sie_gateway_qps") > 0
+
+
+# discovery
+
+
+class Api:
+    """The part of the Kubernetes API that discovery uses: a list of EndpointSlices and a watch that tells of changes."""
+
+    def __init__(self) -> None:
+        self.slices: list[dict[str, Any]] = []
+        self.version = 1
+        self.asked: list[tuple[str, str, str]] = []  # path, query, credentials
+        self.status = 200
+        self.changed = asyncio.Event()
+
+    def change(self, *endpoints: dict[str, Any], kind: str = "IPv4") -> None:
+        self.slices = [{"addressType": kind, "endpoints": list(endpoints), "ports": []}]
+        self.version += 1
+        self.changed.set()
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        headers = dict(scope["headers"])
+        query = scope["query_string"].decode()
+        self.asked.append((scope["path"], query, headers.get(b"authorization", b"").decode()))
+        head = {"type": "http.response.start", "status": self.status, "headers": [(b"content-type", b"application/json")]}
+        body = {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self.version)}, "items": self.slices}
+        if "watch=1" in query and self.status == 200:
+            await send(head)
+            if f"resourceVersion={self.version}&" in query:
+                self.changed.clear()
+                await self.changed.wait()
+            await send({"type": "http.response.body", "body": b'{"type":"MODIFIED"}\n'})
+            return
+        await send(head)
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+def endpoint(*addresses: str, **conditions: bool) -> dict[str, Any]:
+    return {"addresses": list(addresses), "conditions": conditions}
+
+
+@pytest.fixture
+def account(tmp_path: Path) -> Path:
+    folder = tmp_path / "account"
+    folder.mkdir()
+    (folder / "token").write_text("pod-token\n")
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def kubernetes() -> AsyncIterator[tuple[Api, str]]:
+    api = Api()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await api.answer(scope, send)
+
+    server = HttpServer(app, "127.0.0.1", 0, setting="--port")
+    await server.start()
+    try:
+        yield api, f"http://127.0.0.1:{server.port}"
+    finally:
+        api.changed.set()
+        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def following(endpoints: Endpoints) -> AsyncIterator[Callable[[], tuple[str, ...]]]:
+    found: list[tuple[str, ...]] = [()]
+    task = asyncio.create_task(endpoints.run(found.append))
+    try:
+        yield lambda: found[-1]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_pods_appear_and_disappear_with_the_events_of_the_api(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIE_GATEWAY_KUBERNETES: unready pods are shown, those that terminate are not; the credentials are read anew each time."""
+    monkeypatch.setattr(workers, "LEAST_PAUSE_S", 0.01)
+    async with kubernetes() as (api, url), following(Endpoints(settings_of(), api=url, account=account)) as found:
+        await until(lambda: len(api.asked) >= 2, "the first list and a watch")
+        api.change(endpoint("10.0.0.2", ready=True), endpoint("10.0.0.1", ready=False), endpoint("10.0.0.9", terminating=True), endpoint())
+        await until(lambda: found() == ("http://10.0.0.1:8080", "http://10.0.0.2:8080"), "both pods")
+        (account / "token").write_text("renewed")
+        api.change(endpoint("fd00::1"), kind="IPv6")
+        await until(lambda: found() == ("http://[fd00::1]:8080",), "the other pod")
+        assert {asked[2] for asked in api.asked} == {"Bearer pod-token", "Bearer renewed"}
+        api.status = 500
+        api.changed.set()
+        before = len(api.asked)
+        await until(lambda: len(api.asked) > before + 2, "more attempts")
+        assert found() == ("http://[fd00::1]:8080",), "what cannot be asked stays as it was"
+        api.status = 200
+        api.change()
+        await until(lambda: found() == (), "no pod")
+
+
+@pytest.mark.parametrize(
+    ("variable", "path", "selector", "port"),
+    [
+        ({}, "/namespaces/default/", "service-name%3Dsie-worker", 8080),
+        ({"SIE_GATEWAY_K8S_NAMESPACE": "search"}, "/namespaces/search/", "service-name%3Dsie-worker", 8080),
+        ({"SIE_GATEWAY_K8S_SERVICE": "other"}, "/namespaces/default/", "service-name%3Dother", 8080),
+        ({"SIE_GATEWAY_K8S_PORT": "9095"}, "/namespaces/default/", "service-name%3Dsie-worker", 9095),
+    ],
+)
+async def test_namespace_service_and_port_say_where_workers_are_looked_for(
+    account: Path, variable: dict[str, str], path: str, selector: str, port: int
+) -> None:
+    """SIE_GATEWAY_K8S_NAMESPACE, SIE_GATEWAY_K8S_SERVICE, SIE_GATEWAY_K8S_PORT."""
+    async with kubernetes() as (api, url):
+        api.change(endpoint("10.0.0.1"))
+        async with following(Endpoints(settings_of(**variable), api=url, account=account)) as found:
+            await until(lambda: found() == (f"http://10.0.0.1:{port}",), "the pod")
+        assert path in api.asked[0][0]
+        assert api.asked[0][0].endswith("/endpointslices")
+        assert selector in api.asked[0][1]
+
+
+async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod(
+    cluster: InProcess, account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_GATEWAY_KUBERNETES: without it the API is never called; with it, outside a pod, the start fails and names it."""
+    monkeypatch.setattr(workers, "LEAST_PAUSE_S", 0.01)
+    with pytest.raises(SettingError, match=r"^SIE_GATEWAY_KUBERNETES: no service account"):
+        await cluster.gateway(SIE_GATEWAY_KUBERNETES="true")
+    async with kubernetes() as (api, url):
+        sidecar = await cluster.sidecar(ready=False)
+        own = {"SIE_GATEWAY_HEALTH_MODE": "ws", "SIE_GATEWAY_K8S_PORT": str(sidecar.settings.worker_metrics_port)}
+        api.change(endpoint("127.0.0.1"))
+        for wanted in ("false", "true"):
+            found = Workers(settings_of(SIE_GATEWAY_KUBERNETES="false", **own))
+            if wanted == "true":
+                found._endpoints = Endpoints(settings_of(**own), api=url, account=account)
+            stop = Stop()
+            running = asyncio.create_task(found.run(stop))
+            if wanted == "true":
+                await until(lambda found=found: [status for _, status in found.statuses() if status is not None], "its status")
+                assert isinstance(found.statuses()[0][1], WorkerStatus)
+                api.change()
+                await until(lambda found=found: not found.statuses(), "no worker")
+            else:
+                await asyncio.sleep(0)
+                assert api.asked == []
+            stop.request()
+            await asyncio.wait_for(running, 10)
+        assert api.asked
+
+
+async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B3: the same at every gateway, whoever wrote them."""
+    monkeypatch.setattr(statuses, "DEAD_EVERY_S", 0.02)
+    gateway = await cluster.gateway()
+    assert await gateway.metric("sie_gateway_dlq_events_total") == 0
+    broker = cluster.server.connect("worker")
+    for number in range(3):
+        await broker.publish(topology.dead_letter_subject("_default"), b"letter", f"letter-{number}")
+    async with asyncio.timeout(10):
+        while await gateway.metric("sie_gateway_dlq_events_total") != 3:
+            pass
+    await broker.close()
+
+
+def test_a_gateway_of_before_says_nothing_of_its_rate() -> None:
+    """P2"""
+    assert messages.decode_gateway(messages.encode(GatewayBeat("g"))).qps == 0.0

@@ -1,0 +1,58 @@
+"""Object stores: how often they are asked, for how long, and what their refusals become."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from sie_contracts.settings import SettingError
+from sie_contracts.stores import AccessRefused, ObjectMissing, Patience, StoreError, failure, opened
+
+QUICK = Patience(stall_s=0.05, tries=3, pause_s=0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("Error performing PUT http://169.254.169.254/latest/api/token in 5s - timed out", AccessRefused, "there are no credentials"),
+        ("Error performing GET http://metadata.google.internal/x in 5s", AccessRefused, "there are no credentials"),
+        ("GET http://me:secret@host/x in 31.5ms - HTTP error: error sending request\nmore", StoreError, "^GET http://host/x - HTTP error"),
+        ("status code: 503 Service Unavailable: <Code>SlowDown</Code>", StoreError, "^status 503 SlowDown$"),
+    ],
+)
+def test_what_a_store_says_is_told_without_a_secret(text: str, kind: type[StoreError], message: str) -> None:
+    found = failure(Exception(text))
+    assert type(found) is kind
+    assert re.search(message, str(found))
+
+
+async def test_what_may_pass_is_asked_again_and_what_may_not_is_asked_once() -> None:
+    asked = 0
+
+    async def fails(error: StoreError) -> None:
+        nonlocal asked
+        asked += 1
+        raise error
+
+    with pytest.raises(StoreError, match="later"):
+        await QUICK.asked(lambda: fails(StoreError("later")))
+    assert asked == 3
+    with pytest.raises(ObjectMissing):
+        await QUICK.asked(lambda: fails(ObjectMissing("never")))
+    assert asked == 4
+
+
+async def test_what_never_answers_ends_at_the_bound() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(StoreError, match=r"no answer within 0\.05 s"):
+        await QUICK.asked(lambda: asyncio.sleep(3600))
+    assert time.monotonic() - began_s < 30
+
+
+def test_what_cannot_be_opened_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/no/such/file.json")
+    with pytest.raises(SettingError, match=r"^SIE_CLUSTER_CACHE: .*/no/such/file\.json"):
+        opened("gs://bucket", "SIE_CLUSTER_CACHE")

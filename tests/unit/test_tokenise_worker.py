@@ -1,0 +1,144 @@
+"""A running sidecar answers tokenize and decode by itself, and new kinds of input beside texts. Over the broker in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from direct import ENTRY, Direct, is_right, reasons, vector
+from fake_adapter import TOKENIZER, WIDTH, ids_of, texts_of, toy_entry, vector_of
+
+from sie_contracts import messages, topology
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
+from sie_contracts.options import counting, decoding, tokenizing
+from sie_sidecar.hosting import Hosting
+from sie_sidecar.tokens import ModelTokenizer
+
+TELL = tokenizing()
+COUNT = counting(RunOptions())
+LONG = "a long text " * 2000  # tokenised in a thread
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
+    async with Direct(tmp_path) as cluster:
+        yield cluster
+
+
+def data(result: WorkResult) -> list[object]:
+    assert all(isinstance(outcome, Ok) for outcome in result.outcomes), result.outcomes
+    return [outcome.data for outcome in result.outcomes if isinstance(outcome, Ok)]
+
+
+async def test_the_tokenizer_answers_without_a_batch(cluster: Direct) -> None:
+    """Each result is delivered and its message acknowledged as that of any work; a busy device does not matter."""
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    adapter.hold_batches = True
+    held = await cluster.publish("on the device")
+    await adapter.until(lambda found: found.running == 1, "a batch on the device")
+    told = await cluster.result(await cluster.publish("é!", operation="tokenize", options=TELL))
+    ids = ids_of("é!").tolist()
+    assert data(told) == [
+        {"ids": ids, "texts": ["[CLS]", "é", "é", "!", "[SEP]"], "special": [True, False, False, False, True],
+         "starts": [None, 0, 0, 2, None], "stops": [None, 2, 2, 3, None]}
+    ]  # fmt: skip
+    read = await cluster.result(await cluster.publish(Input(tokens=tuple(ids[1:-1])), operation="decode", options=decoding()))
+    assert data(read) == [{"text": "é!"}]
+    counts = await cluster.result(await cluster.publish("é!", LONG, Input(tokens=(5, 6)), operation="tokenize", options=COUNT))
+    assert [outcome.tokens for outcome in counts.outcomes if isinstance(outcome, Ok)] == [5, len(LONG) + 2, 4]
+    for result in (told, read, counts):
+        assert result.stages.worker_ms > 0
+        assert result.stages.inference_ms == result.stages.batch_wait_ms == 0
+        assert result.fingerprint
+    assert len(adapter.batches) == 1
+    await cluster.left(1)
+    adapter.let_go()
+    assert is_right(await cluster.result(held), held, 0)
+    await cluster.left(0)
+
+
+async def test_a_model_that_is_unloaded_keeps_its_tokenizer(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    await cluster.result(await cluster.publish("a", operation="tokenize", options=COUNT))
+    assert adapter.loads == [ENTRY.id]
+    adapter.hold_loads = True
+    await adapter.die()
+    await adapter.until(lambda found: found.pings, "the sidecar at the adapter that follows")
+    counted = await cluster.result(await cluster.publish("ab", operation="tokenize", options=COUNT))
+    assert [outcome.tokens for outcome in counted.outcomes if isinstance(outcome, Ok)] == [4]
+    assert not adapter.loaded
+
+
+class _NoLink:
+    """Of a hosting that loads nothing."""
+
+    description = None
+
+    def __init__(self) -> None:
+        self.listeners: list[object] = []
+
+
+def test_a_changed_entry_is_another_tokenizer() -> None:
+    hosting = Hosting(_NoLink(), lambda: 0.0, lambda: None)  # type: ignore[arg-type]
+    hosted = hosting.of(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id))
+    hosted.tokenizer = ModelTokenizer(TOKENIZER, ENTRY.max_tokens)
+    hosted.unload()
+    assert hosting.of(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id)).tokenizer is not None
+    assert hosting.of(Catalogue.resolve_profile(toy_entry(max_tokens=9), "default", ENTRY.id)).tokenizer is None
+
+
+async def test_a_load_that_fails_and_a_budget_that_is_over_are_told(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    adapter.hold_loads = True
+    late = await cluster.publish("a", operation="tokenize", options=COUNT, budget_ms=300)
+    assert reasons(await cluster.result(late)) == ["GATEWAY_TIMEOUT"]
+    adapter.refusals[ENTRY.id] = ModelLoadFailed("no such weights", extras={"error_class": "NOT_FOUND", "permanent": True})
+    failing = await cluster.publish("a", "b", operation="decode", options=decoding())
+    adapter.let_go()
+    found = await cluster.result(failing)
+    assert {reason.split()[0] for reason in reasons(found)} <= {"MODEL_LOAD_FAILED", "INVALID_INPUT"}
+    await cluster.left(0)
+
+
+async def test_work_that_was_cancelled_while_it_waits_is_not_answered(cluster: Direct) -> None:
+    adapter = await cluster.adapter()
+    adapter.hold_loads = True
+    await cluster.sidecar(adapter)
+    item = await cluster.publish("a", operation="tokenize", options=TELL)
+    await adapter.until(lambda found: found.loads, "its model on its way")
+    await cluster.send(topology.cancel_subject("_default"), messages.encode(Cancel((item.request,))))
+    await cluster.left(0)
+    adapter.let_go()
+    after = await cluster.publish("b", operation="tokenize", options=TELL)
+    await cluster.result(after)
+    assert (item.request, item.chunk) not in cluster.results
+
+
+async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct) -> None:
+    """Also where no input may be cut, and with one that is too long."""
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    ids = (7, 8, 9)
+    vectors = Vectors(1, WIDTH, bytes(4 * WIDTH))
+    inputs = (Input("text"), Input(tokens=(7, 1 << 30)), Input(tokens=ids), Input(vectors=vectors), Input(tokens=(5,) * 600))
+    for truncate, last in (("END", ""), ("NONE", "INVALID_INPUT input_too_long")):
+        item = await cluster.publish(*inputs, options=RunOptions(truncate=truncate))  # type: ignore[arg-type]
+        result = await cluster.result(item)
+        assert reasons(result) == ["", "INVALID_INPUT bad_token_id", "", "INVALID_INPUT unsupported_modality", last]
+        assert is_right(result, item, 0)
+        np.testing.assert_array_equal(vector(result, 2), vector_of([0, *ids, 1]))
+        if not last:
+            assert isinstance(result.outcomes[4], Ok)
+            assert (result.outcomes[4].tokens, result.outcomes[4].truncated) == (512, True)
+    assert [len(texts_of(batch)) for batch in adapter.batches] == [3, 2]
+    nothing = await cluster.publish(inputs[1], inputs[3])
+    assert reasons(await cluster.result(nothing)) == ["INVALID_INPUT bad_token_id", "INVALID_INPUT unsupported_modality"]
+    assert len(adapter.batches) == 2
+    await cluster.left(0)

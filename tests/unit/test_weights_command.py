@@ -1,0 +1,261 @@
+"""`sie weights` as an operator uses it: a bucket is filled, looked at, checked and emptied, and every mistake says what to do next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hub_stub import COMMIT, HubStub
+from object_stores import Faults, Place
+
+from sie_adapter.weights import LocalCache
+from sie_adapter.weights.cluster import ClusterCache
+from sie_cli.main import main
+from sie_contracts.weights import MANIFEST, describe, encode
+
+HEADER = b'{"x":{"dtype":"U8","shape":[100000],"data_offsets":[0,100000]}}'
+SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER + os.urandom(100_000)
+FILES = {"config.json": b"{}", "model.safetensors": SAFETENSORS, "README.md": b"what it is"}
+ENTRY = "id: {id}\nweights: {weights}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: 8\n"
+
+
+class Node:
+    """One machine: its cache, its models, and the command."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.cache, self.models, self.place = folder / "cache", folder / "models", place
+        self.models.mkdir(parents=True)
+        self.environ = {
+            "SIE_LOCAL_CACHE": str(self.cache), "SIE_MODELS_DIR": str(self.models), "SIE_CLUSTER_CACHE": place.url,
+            "SIE_HF_FALLBACK": "false",
+        }  # fmt: skip
+
+    def run(self, *arguments: str, expected: int = 0, given: str = "", **environ: str | None) -> Result:
+        """One call of the command."""
+        result = CliRunner().invoke(main, ["weights", *arguments], env={**self.environ, **environ}, input=given, prog_name="sie")
+        assert result.exit_code == expected, result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    def snapshot(self, repository: str = "org/model", commit: str = COMMIT) -> Path:
+        folder = self.cache / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
+        fill(folder)
+        (folder / MANIFEST).write_bytes(encode(describe(folder, repository, commit, origin="hub")))
+        return folder
+
+    def entry(self, name: str, weights: str) -> None:
+        (self.models / f"{name.replace('/', '-')}.yaml").write_text(ENTRY.format(id=name, weights=weights))
+
+
+def fill(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def node(tmp_path: Path, faulty: Place) -> Node:
+    return Node(tmp_path, faulty)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
+    with HubStub().serving() as stub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stub.url)
+        yield stub
+
+
+def written(node: Node) -> list[str]:
+    return [name.rpartition("/")[2] for name in node.place.names()]
+
+
+def test_a_model_of_the_catalogue_goes_from_the_local_cache_into_the_bucket(node: Node) -> None:
+    """Then the list has it in both, a second push writes nothing, and another node has it from there."""
+    node.snapshot()
+    node.entry("my/model", f"{{hub: org/model, revision: {COMMIT}}}")
+    told = node.run("push", "my/model").stdout
+    assert told == f"org/model@{COMMIT} is in {node.place.url}: 3 files written (97.7 KiB), 0 there already\n"
+    assert "0 files written (0 B), 3 there already" in node.run("push", "org/model").stdout
+    (row,) = json.loads(node.run("list", "--json").stdout)
+    assert row == {
+        "repository": "org/model", "revision": COMMIT, "bytes": sum(map(len, FILES.values())), "local": True, "cluster": True, "wrong": []
+    }  # fmt: skip
+    table = node.run("list").stdout.splitlines()
+    assert [line.split() for line in table] == [
+        ["REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET"], ["org/model", COMMIT, "97.7", "KiB", "complete", "complete"],
+    ]  # fmt: skip
+    shutil.rmtree(node.cache)
+    assert node.run("list").stdout.splitlines()[1].split()[-2:] == ["-", "complete"]
+    fetch = ClusterCache(node.place.url).fetch("org/model", COMMIT)
+    assert fetch is not None
+    folder = LocalCache(node.cache).obtain("org/model", COMMIT, fetch, "it")
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+
+
+def test_what_is_not_on_the_disk_is_downloaded_first(node: Node, hub: HubStub, tmp_path: Path) -> None:
+    hub.add("org/model", fill(tmp_path / "source"))
+    refused = node.run("push", f"org/model@{COMMIT}", expected=1)
+    assert "downloads are off (SIE_HF_FALLBACK)" in refused.stderr
+    assert hub.asked == []
+    node.run("push", f"org/model@{COMMIT}", "--hf-fallback")
+    assert sorted(written(node)) == sorted([*FILES, MANIFEST])
+
+
+def test_what_another_program_downloaded_is_pushed_without_what_no_model_reads(node: Node) -> None:
+    """The hub's own client left no manifest: it is made, and names what is left out."""
+    folder = node.snapshot()
+    (folder / MANIFEST).unlink()
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_bytes(b"x")
+    node.run("push", f"org/model@{COMMIT}")
+    assert sorted(written(node)) == sorted([*FILES, MANIFEST])
+    (stored,) = ClusterCache(node.place.url).listed()
+    assert stored.manifest is not None
+    assert stored.manifest.left_out == ("onnx/model.onnx",)
+
+
+def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_path: Path) -> None:
+    """The revision is that of its content: pushed again it is the same, changed it is another one beside it."""
+    folder = fill(tmp_path / "mine")
+    told = node.run("push", str(folder), "--as", "my/model").stdout.splitlines()
+    assert told[1].startswith("weights: {hub: my/model, revision: ")
+    assert node.run("push", str(folder), "--as", "my/model").stdout.splitlines()[1] == told[1]
+    (folder / "config.json").write_text("[]")
+    assert node.run("push", str(folder), "--as", "my/model").stdout.splitlines()[1] != told[1]
+    assert len(json.loads(node.run("list", "--json").stdout)) == 2
+    named = node.run("push", str(folder), "--as", "my/model", "--revision", "v1").stdout.splitlines()[1]
+    assert named == "weights: {hub: my/model, revision: v1}"
+    (folder / "config.json").write_text("{}")
+    refused = node.run("push", str(folder), "--as", "my/model", "--revision", "v1", expected=1)
+    assert "one commit has one content" in refused.stderr
+    node.run("push", str(folder), "--as", "my/model", "--revision", "v1", "--force")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["push"], 2, "Missing argument"),
+        (["push", "{folder}"], 2, "is a folder: --as ORGANISATION/NAME says what it is called in the bucket"),
+        (["push", "org/model", "--as", "my/model"], 2, "--as names a folder, and there is no folder org/model"),
+        (["push", "a/b", "c/d", "--revision", "x"], 2, "are of one: push them one by one"),
+        (["push", "{folder}", "--as", "../up"], 1, "'../up' is not the name of a repository: expected organisation/name"),
+        (["push", "{folder}", "--as", "my/model", "--revision", "../up"], 1, "'../up' is not a revision"),
+        (["push", "/no/such/folder"], 1, "there is no folder /no/such/folder, and it is no id of the hub, which has the form org"),
+        (["push", "org/none"], 1, "which commit of org/none? Say org/none@COMMIT: neither the catalogue nor the cache knows one"),
+        (["push", f"org/none@{COMMIT}"], 1, "downloads are off (SIE_HF_FALLBACK)"),
+        (["push", "my/packaged"], 1, "are in the package x, where workers take them from. To have them in the bucket: sie weights push"),
+        (["push", "my/folder"], 1, "are in the folder /somewhere, where workers take them from"),
+        (["verify", "org/none"], 1, "there is no org/none; there is nothing"),
+        (["rm", "org/none", "--yes"], 1, "there is no org/none; there is nothing"),
+        (["rm"], 2, "Missing argument"),
+        (["list", "--cluster-cache", "/a/folder"], 2, "SIE_CLUSTER_CACHE: got '/a/folder', expected s3://bucket/prefix or gs://bucket/prefix"),
+        (["verify", "--cluster-cache", "s3://no-such-bucket"], 1, "s3://no-such-bucket: there is no bucket no-such-bucket: make it, or"),
+    ],
+)
+def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
+    """A8 8: status 2 for what was typed, 1 for what cannot be done."""
+    folder = fill(tmp_path / "mine")
+    node.entry("my/packaged", "{package: x}")
+    node.entry("my/folder", "{path: /somewhere}")
+    told = node.run(*(each.format(folder=folder) for each in arguments), expected=status)
+    assert message in " ".join(told.stderr.split())
+    assert node.place.names() == []
+
+
+@pytest.mark.parametrize("command", [["push", "org/model"], ["verify"], ["rm", "org/model", "--yes"]])
+def test_without_a_bucket_the_message_names_the_setting(node: Node, command: list[str]) -> None:
+    node.snapshot()
+    told = node.run(*command, expected=2, SIE_CLUSTER_CACHE=None)
+    assert "error: SIE_CLUSTER_CACHE: which bucket? Give --cluster-cache s3://bucket/prefix" in told.stderr
+
+
+def test_without_a_bucket_the_list_is_of_the_disk(node: Node) -> None:
+    node.snapshot()
+    told = node.run("list", SIE_CLUSTER_CACHE=None)
+    assert told.stdout.splitlines()[1].split()[-2:] == ["complete", "-"]
+    assert "no bucket: --cluster-cache or SIE_CLUSTER_CACHE names one" in told.stderr
+
+
+def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
+    """A size is found by --quick, a byte by reading; the status is 1, and `push --force` ends it."""
+    folder = node.snapshot()
+    node.run("push", "org/model")
+    assert node.run("verify").stdout == f"org/model@{COMMIT}: 3 files, 97.7 KiB, right\n"
+    key = f"models--org--model/{COMMIT}/model.safetensors"
+    node.place.put(key, bytes(len(FILES["model.safetensors"])))
+    node.run("verify", "--quick", "org/model")
+    told = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
+    assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in told.stdout
+    assert "1 of 1 snapshot is not right: `sie weights push --force` writes it again" in told.stderr
+    node.place.put(key, b"")
+    assert "model.safetensors has 0 bytes, the manifest says 100071" in node.run("verify", "--quick", expected=1).stdout
+    assert node.run("list").stdout.splitlines()[1].split()[-1] == "broken"
+    node.run("push", "org/model", "--force")
+    node.run("verify")
+    node.place.delete(f"models--org--model/{COMMIT}/{MANIFEST}")
+    assert "it has no manifest: a push is under way, or did not end" in node.run("verify", expected=1).stdout
+    assert "it has no manifest" in node.run("list").stderr
+    (folder / "config.json").write_text("[]")
+    assert "config.json has the SHA-256" in node.run("verify", "--local", expected=1).stdout
+    refused = node.run("push", "org/model", "--force", expected=1)
+    assert "config.json is not what the manifest beside it says" in refused.stderr
+
+
+def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> None:
+    node.snapshot()
+    node.run("push", "org/model")
+    assert node.run("rm", "org/model", given="n\n", expected=1).stdout.startswith(f"org/model@{COMMIT}  97.7 KiB\n")
+    assert written(node) != []
+    assert f"removed from {node.place.url}: 1 snapshot, 97.7 KiB" in node.run("rm", "org/model", given="y\n").stdout
+    assert node.place.names() == []
+    with LocalCache(node.cache).lease("org/model", COMMIT):
+        stays = node.run("rm", "org/model", "--local", "--yes", expected=1)
+    assert "stays: a process of this node uses it; unload the model first" in stays.stderr
+    assert f"removed from {node.cache}: 1 snapshot" in node.run("rm", "org/model", "--local", "--yes").stdout
+    assert json.loads(node.run("list", "--json").stdout) == []
+
+
+def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) -> None:
+    """By names and sizes alone too; the list does not call it complete."""
+    folder = node.snapshot()
+    (folder / "model.safetensors").write_bytes(b"x")
+    (folder / "config.json").unlink()
+    lines = [f"org/model@{COMMIT}: config.json is missing", f"org/model@{COMMIT}: model.safetensors has 1 bytes, the manifest says 100071"]
+    for arguments in (["--quick"], []):
+        told = node.run("verify", "--local", *arguments, expected=1)
+        assert told.stdout.splitlines() == lines
+        assert "1 of 1 snapshot is not right: `sie weights rm --local` removes it" in told.stderr
+    (row,) = json.loads(node.run("list", "--json").stdout)
+    assert (row["local"], row["cluster"], len(row["wrong"])) == (False, None, 2)
+    shown = node.run("list")
+    assert shown.stdout.splitlines()[1].split()[-2:] == ["broken", "-"]
+    assert "on this node's disk config.json is missing" in shown.stderr
+    node.run("rm", "org/model", "--local", "--yes")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("local", [[], ["--local"]])
+def test_an_empty_commit_does_not_mean_all(node: Node, local: list[str]) -> None:
+    """As of an unset variable in a script."""
+    folder = node.snapshot()
+    node.run("push", "org/model")
+    for command in (["rm", "--yes"], ["verify"]):
+        refused = node.run(*command, *local, "org/model@", expected=2)
+        assert "'org/model@' has no commit after the @: write org/model@COMMIT" in " ".join(refused.stderr.split())
+    assert folder.exists()
+    assert MANIFEST in written(node)
+
+
+def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
+    node.snapshot()
+    node.place.server.faults = Faults(refuse=lambda _: ("400 Bad Request", "ExpiredToken"))
+    for arguments in (["list"], ["push", "org/model"], ["verify"]):
+        told = node.run(*arguments, expected=1)
+        assert f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials" in told.stderr
+        assert "Traceback" not in told.output

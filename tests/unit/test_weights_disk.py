@@ -1,0 +1,461 @@
+"""What goes from a disk that is nearly full, and what never does."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import until
+from fetching import END_S, REPOSITORY, fetcher
+from hub_stub import COMMIT, HubStub
+from unit.adapter import toys
+
+from sie_adapter.engine import Engine
+from sie_adapter.weights import LocalCache, Progress, WeightSources
+from sie_adapter.weights.disk import Usage, limited
+from sie_contracts.catalogue import ModelEntry, RunDefaults, Weights
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.settings import Settings, load
+from sie_contracts.weights import FetchFailed, FileFact, Manifest
+
+MIB = 1 << 20
+TOTAL = 1000 * MIB  # of the disk that is made up
+SIZE = 100 * MIB
+NAME = "model.safetensors"
+REVISION = "a" * 40
+
+
+@dataclass
+class Disk:
+    """A disk of which so many bytes are somebody else's. Files with holes in the folder count as if they had none."""
+
+    folder: Path
+    others_bytes: int = 0
+
+    def __call__(self, _: Path) -> Usage:
+        used = self.others_bytes + sum(path.stat().st_size for path in self.folder.rglob("*.safetensors*"))
+        return Usage(used, TOTAL - used)
+
+
+def hollow(path: Path, size: int) -> None:
+    """A file that looks so large."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def manifest(repository: str, size: int) -> Manifest:
+    return Manifest(repository, REVISION, {NAME: FileFact(size, "0" * 64)})
+
+
+def put(cache: LocalCache, repository: str, size: int = SIZE) -> Path:
+    """Have the cache obtain a snapshot of so many bytes, and use it now."""
+
+    def fetch(folder: Path, progress: Progress) -> Manifest:
+        progress.expect(size)
+        (folder / NAME).unlink(missing_ok=True)
+        hollow(folder / NAME, size)
+        return manifest(repository, size)
+
+    return cache.obtain(repository, REVISION, fetch, repository)
+
+
+def there(cache: LocalCache) -> list[str]:
+    return [snapshot.manifest.repository for snapshot in cache.listed()]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, disk: Disk) -> LocalCache:
+    """Three snapshots of a tenth of the disk each, `org/b` used longest ago."""
+    made = limited(tmp_path, 85.0, disk)
+    for name in ("org/b", "org/a", "org/c"):
+        put(made, name)
+    return made
+
+
+@contextlib.contextmanager
+def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **environ: str) -> Iterator[WeightSources]:
+    """The sources that a process has with these settings, on that disk."""
+
+    def probe(path: Path) -> Any:
+        usage = disk(path)
+        return shutil._ntuple_diskusage(TOTAL, usage.used, usage.free)  # type: ignore[attr-defined]
+
+    settings = load(environ={"SIE_LOCAL_CACHE": str(folder), "SIE_HF_FALLBACK": "false", **environ}).settings
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", probe)
+        yield WeightSources.of(settings)
+
+
+@pytest.mark.parametrize(
+    ("percent", "others", "gone"),
+    [("85", 440, []), ("85", 460, ["org/b"]), ("85", 540, ["org/b"]), ("85", 560, ["org/a", "org/b"]), ("90", 460, []), ("50", 0, [])],
+)
+def test_what_was_used_longest_ago_goes_above_the_threshold(
+    percent: str, others: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: of what the disk would hold with the new weights. At 84 % nothing goes, at 86 % one."""
+    disk.others_bytes = others * MIB
+    with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_PRESSURE_THRESHOLD_PERCENT=percent) as sources:
+        put(sources.cache, "org/new")
+    assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(gone))
+
+
+def test_without_the_disk_cache_nothing_is_removed(cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIE_DISK_CACHE_ENABLED: what does not fit is refused before a byte is fetched, and the setting is named."""
+    disk.others_bytes = 620 * MIB
+    with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_ENABLED="false") as sources:
+        with pytest.raises(FetchFailed, match=r"no space.*100\.0 MiB are needed, 80\.0 are free.*SIE_DISK_CACHE_ENABLED") as raised:
+            put(sources.cache, "org/new")
+        assert raised.value.error_class == "NETWORK"  # room may come
+        assert there(cache) == ["org/a", "org/b", "org/c"]
+    with settings_of(cache.folder, disk, monkeypatch) as sources:
+        put(sources.cache, "org/new")
+    assert there(cache) == ["org/c", "org/new"]
+
+
+def test_what_is_in_use_never_goes(cache: LocalCache, disk: Disk) -> None:
+    disk.others_bytes = 560 * MIB
+    with cache.lease("org/b", REVISION):
+        put(cache, "org/new")
+        assert there(cache) == ["org/b", "org/new"]
+        assert not cache.remove("org/b", REVISION)
+    assert cache.remove("org/b", REVISION)
+
+
+def test_a_use_that_ends_is_a_use(cache: LocalCache, disk: Disk) -> None:
+    disk.others_bytes = 460 * MIB
+    cache.lease("org/b", REVISION).close()
+    put(cache, "org/new")
+    assert there(cache) == ["org/b", "org/c", "org/new"]
+
+
+def test_nothing_goes_for_what_would_not_fit_anyway(cache: LocalCache, disk: Disk) -> None:
+    disk.others_bytes = 640 * MIB
+    with cache.lease("org/b", REVISION), pytest.raises(FetchFailed, match="what may be removed there"):
+        put(cache, "org/new", 4 * SIZE)
+    assert there(cache) == ["org/a", "org/b", "org/c"]
+
+
+def test_what_somebody_else_put_there_never_goes(cache: LocalCache, disk: Disk) -> None:
+    """Neither what the hub's own client left, nor what SIE only completed and checked."""
+    own = cache.place("own/model", REVISION) / NAME
+    hollow(own, SIZE)
+    hollow(cache.place("own/checked", REVISION) / NAME, SIZE)
+    put(cache, "own/checked")
+    disk.others_bytes = 490 * MIB
+    put(cache, "org/new")
+    assert there(cache) == ["org/new", "own/checked"]
+    assert own.exists()
+
+
+def test_what_is_left_of_a_fetch_goes_and_one_under_way_does_not(tmp_path: Path, disk: Disk) -> None:
+    cache = limited(tmp_path, 85.0, disk)
+
+    def broken(folder: Path, progress: Progress) -> Manifest:
+        hollow(folder / f"{NAME}.part", 3 * SIZE)
+        raise FetchFailed("NETWORK", "the connection broke")
+
+    with pytest.raises(FetchFailed):
+        cache.obtain("org/left", REVISION, broken, "org/left")
+    begun, go, failures = threading.Event(), threading.Event(), []
+
+    def held(folder: Path, progress: Progress) -> Manifest:
+        begun.set()
+        assert go.wait(END_S)
+        return broken(folder, progress)
+
+    def hold() -> None:
+        try:
+            cache.obtain("org/held", REVISION, held, "org/held")
+        except FetchFailed as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert begun.wait(END_S)
+    disk.others_bytes = 460 * MIB
+    put(cache, "org/new")
+    go.set()
+    thread.join(END_S)
+    assert len(failures) == 1
+    assert [path.parents[2].name for path in cache.hub.glob("models--*/partial/*/*.part")] == ["models--org--held"]
+
+
+@contextlib.contextmanager
+def held_up(cache: LocalCache) -> Iterator[None]:
+    """Another download of SIZE bytes is under way, and ends afterwards."""
+    begun, go = threading.Event(), threading.Event()
+
+    def held(folder: Path, progress: Progress) -> Manifest:
+        progress.expect(SIZE)
+        begun.set()
+        assert go.wait(END_S)
+        hollow(folder / NAME, SIZE)
+        return manifest("org/held", SIZE)
+
+    thread = threading.Thread(target=functools.partial(cache.obtain, "org/held", REVISION, held, "org/held"))
+    thread.start()
+    try:
+        assert begun.wait(END_S)
+        yield
+    finally:
+        go.set()
+        thread.join(END_S)
+
+
+def test_what_other_fetches_have_to_come_counts(cache: LocalCache, disk: Disk) -> None:
+    """Two downloads that would fit one by one make room for both."""
+    disk.others_bytes = 390 * MIB
+    with held_up(cache):
+        put(cache, "org/new")
+    assert there(cache) == ["org/a", "org/c", "org/held", "org/new"]
+
+
+@pytest.mark.parametrize("percent", [None, 85.0])
+def test_what_others_have_to_come_is_not_free(percent: float | None, tmp_path: Path, disk: Disk) -> None:
+    """Two downloads that fit one by one, but not both: the second is refused before a byte of it is written."""
+    cache = limited(tmp_path, percent, disk)
+    disk.others_bytes = 850 * MIB
+    told = r"200\.0 MiB are needed \(100\.0 of them by other fetches\), 150\.0 are free"
+    with held_up(cache), pytest.raises(FetchFailed, match=told) as raised:
+        put(cache, "org/new")
+    assert raised.value.error_class == "NETWORK"
+    assert there(cache) == ["org/held"]
+
+
+def test_what_is_cut_off_goes_too(cache: LocalCache, disk: Disk) -> None:
+    """A snapshot that no longer counts is in nobody's way of going: what it really holds is what it frees."""
+    hollow(cache.place("org/b", REVISION) / NAME, SIZE // 2)
+    disk.others_bytes = 560 * MIB
+    assert [(each.repository, each.bytes // MIB) for each in cache.candidates()] == [("org/b", 50), ("org/a", 100), ("org/c", 100)]
+    put(cache, "org/new")
+    assert not cache.place("org/b", REVISION).exists()
+    assert there(cache) == ["org/c", "org/new"]
+
+
+def test_what_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    def hold(name: str, sent: int) -> None:
+        held.set()
+        assert go.wait(END_S)
+
+    stub = HubStub(repositories={REPOSITORY: {"config.json": b"{}", "model.safetensors": bytes(100_000)}}, before_piece=hold)
+    with stub.serving() as hub, fetcher(hub, tmp_path) as other:
+        assert held.wait(END_S)
+        cache = LocalCache(tmp_path)
+        assert cache.candidates() == []
+        assert not cache.remove(REPOSITORY, COMMIT)
+        go.set()
+        assert other.hear() == cache.place(REPOSITORY, COMMIT)
+        other.end()
+        assert [each.repository for each in cache.candidates()] == [REPOSITORY]
+
+
+def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: Path) -> None:
+    """From before its files are looked for until it is unloaded, also while it waits for memory."""
+    folder = toys.save(tmp_path / "toy", "bert")
+    cache = LocalCache(tmp_path / "cache")
+
+    def fetch(partial: Path, progress: Progress) -> Manifest:
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        for name, data in files.items():
+            (partial / name).write_bytes(data)
+        facts = {name: FileFact(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+        return Manifest("org/toy", REVISION, facts)
+
+    cache.obtain("org/toy", REVISION, fetch, "org/toy")
+    entry = ModelEntry(
+        id="org/toy", weights=Weights(hub="org/toy", revision=REVISION), family="text-encoder", outputs={"dense": 32},
+        max_tokens=32, run=RunDefaults(pooling="mean"),
+    )  # fmt: skip
+    engine = Engine(Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache.folder), hf_fallback=False))
+    try:
+        needed, seen = engine.residency._needed_bytes, []
+
+        def looked_at(resolved: Any) -> int:
+            found = needed(resolved)
+            seen.append(cache.candidates())
+            return found
+
+        engine.residency._needed_bytes = looked_at
+        engine.residency.ensure("org/toy", entry, "default", ())
+        assert seen == [[]]
+        assert cache.candidates() == []
+        engine.residency.release("org/toy")
+        until(lambda: cache.candidates(), END_S, "the files may go")
+    finally:
+        engine.stop(10)
+
+
+def test_a_disk_that_is_full_after_all_is_a_failure_that_is_tried_again(tmp_path: Path) -> None:
+    def full(folder: Path, progress: Progress) -> Manifest:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(FetchFailed, match="no space is left on the disk") as raised:
+        LocalCache(tmp_path).obtain("org/new", REVISION, full, "org/new")
+    assert raised.value.error_class == "NETWORK"
+
+
+def test_a_disk_that_fills_up_meanwhile_is_tried_once_more(cache: LocalCache, disk: Disk) -> None:
+    """With room made, and what arrived before is counted once."""
+    progress, tries = Progress("org/new"), 0
+
+    def fetch(folder: Path, progress: Progress) -> Manifest:
+        nonlocal tries
+        tries += 1
+        progress.expect(SIZE, had_bytes=0 if tries == 1 else SIZE // 2)
+        progress.add(SIZE // 2)
+        if tries == 1:
+            disk.others_bytes = TOTAL - 3 * SIZE
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        hollow(folder / NAME, SIZE)
+        return manifest("org/new", SIZE)
+
+    cache.obtain("org/new", REVISION, fetch, "org/new", progress=progress)
+    assert tries == 2
+    assert progress.state().done_bytes == SIZE
+    assert there(cache) == ["org/c", "org/new"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 96 MiB and 400 files and folders."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m,nr_inodes=400", "tmpfs", folder]).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def real(size: int) -> Callable[[Path, Progress], Manifest]:
+    def fetch(folder: Path, progress: Progress) -> Manifest:
+        progress.expect(size)
+        files = {NAME: size, **{f"{number}.json": 0 for number in range(30)}}
+        for name, each in files.items():
+            (folder / name).write_bytes(bytes(each))
+        facts = {name: FileFact(each, "0" * 64) for name, each in files.items()}
+        return Manifest(f"org/{folder.parents[1].name[-1]}", REVISION, facts)
+
+    return fetch
+
+
+def test_on_a_real_file_system_the_right_one_goes(small: Path) -> None:
+    """P12."""
+    cache = limited(small, 80.0)
+    for name in ("org/a", "org/b", "org/c"):
+        cache.obtain(name, REVISION, real(24 * MIB), name)
+    cache.lease("org/a", REVISION).close()
+    cache.obtain("org/d", REVISION, real(24 * MIB), "org/d")
+    assert there(cache) == ["org/a", "org/c", "org/d"]
+    assert shutil.disk_usage(small).used <= 0.8 * 96 * MIB
+    with pytest.raises(FetchFailed, match="no space"):
+        cache.obtain("org/e", REVISION, real(90 * MIB), "org/e")
+    assert there(cache) == ["org/a", "org/c", "org/d"]
+
+
+def fill(folder: Path) -> None:
+    """Leave no room for a byte, nor for an empty folder: this file system needs no block for that, others do."""
+
+    def repeat(act: Callable[[int], object]) -> None:
+        for number in range(1000):
+            act(number)
+
+    (folder / "others").touch()
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        repeat(lambda number: (folder / str(number)).mkdir())
+    with (folder / "others").open("ab", buffering=0) as file, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        repeat(lambda _: file.write(bytes(MIB)))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_on_a_full_disk_the_first_lock_makes_room(known: bool, small: Path) -> None:
+    """Whether the locks of what is to come are there, empty, or not."""
+    cache = limited(small, 80.0)
+    for name in ("org/a", "org/b"):
+        cache.obtain(name, REVISION, real(24 * MIB), name)
+    if known:
+        cache.lease("org/d", REVISION).close()
+        (cache.hub / ".locks" / "models--org--d" / f"{REVISION}.fetch").touch()
+    fill(small)
+    cache.obtain("org/d", REVISION, real(8 * MIB), "org/d")
+    assert "org/d" in there(cache)
+    assert "org/a" not in there(cache)
+
+
+def test_on_a_full_disk_a_model_that_is_there_is_served(small: Path) -> None:
+    """One that has no lock folder yet, and SIE did not put there; with nothing to evict it is tried again later."""
+    cache = limited(small, 80.0)
+    folder = cache.place("org/own", REVISION)
+    hollow(folder / NAME, 0)
+    (folder / NAME).write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "config.json").write_text("{}")
+    cache.obtain("org/a", REVISION, real(24 * MIB), "org/a")
+    entry = ModelEntry(
+        id="org/own", weights=Weights(hub="org/own", revision=REVISION), family="text-encoder", outputs={"dense": 4}, max_tokens=8
+    )  # fmt: skip
+    fill(small)
+    for percent in (None, 80.0):
+        sources = WeightSources(small, False, None, limited(small, percent))
+        if percent is None:
+            with pytest.raises(ModelLoadFailed, match="no space") as raised:
+                sources.locate(entry)
+            assert raised.value.extras == {"error_class": "NETWORK"}
+        else:
+            assert sources.locate(entry).folder == folder
+    assert there(cache) == []
+
+
+OTHER = """
+import os, sys
+from pathlib import Path
+from sie_adapter.weights.disk import limited
+from sie_contracts.weights import FileFact, Manifest
+os.chdir(sys.argv[1])  # no folder above it need let the other user in
+os.setgid(65534), os.setuid(65534)
+cache = limited(Path("."), 80.0)
+def fetch(folder, progress):
+    progress.expect(4)
+    (folder / "x").write_bytes(b"abcd")
+    return Manifest("org/new", "a" * 40, {"x": FileFact(4, "0" * 64)})
+cache.obtain("org/new", "a" * 40, fetch, "org/new")
+print(*[each.repository for each in cache.candidates()])
+"""
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+def test_the_lock_files_of_another_user_stop_no_fetch(mode: int, tmp_path: Path) -> None:
+    """Files of root, read by anybody or by nobody else: only what they stand for is left alone where nothing can be told of it."""
+    if os.getuid() != 0:
+        pytest.skip("only root may be another user")
+    cache = LocalCache(tmp_path / "cache")
+    put(cache, "org/a", 1000)
+    (cache.hub / ".locks" / "sie.removal").touch()
+    for path in (cache.folder, *cache.folder.rglob("*")):
+        if path.is_dir():
+            path.chmod(0o777)
+        elif ".locks" in path.parts:
+            path.chmod(mode)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", OTHER, cache.folder], capture_output=True, text=True, timeout=END_S, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == (["org/a", "org/new"] if mode == 0o644 else ["org/new"])

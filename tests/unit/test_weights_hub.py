@@ -1,0 +1,468 @@
+"""A fetch from a hub that fails in every way that hubs do, and what the local cache makes of what others put there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fetching import END_S, REPOSITORY, obtain
+from hub_stub import COMMIT, HubStub
+from object_stores import Place
+
+from sie_adapter.weights import LocalCache, Progress, WeightSources
+from sie_adapter.weights.cluster import ClusterCache
+from sie_adapter.weights.hub import commit_of
+from sie_adapter.weights.ranged import Limits
+from sie_contracts.catalogue import LoadOptions, ModelEntry, Profile, Weights
+from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
+from sie_contracts.runtime.process import configure_logging
+from sie_contracts.weights import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
+
+BIG = "model.safetensors"
+
+
+def safetensors(size: int) -> bytes:
+    """A whole file of this format with so many bytes of one tensor."""
+    header = msgspec.json.encode({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
+    return struct.pack("<Q", len(header)) + header + os.urandom(size)
+
+
+FILES = {
+    "config.json": b'{"a": 1}', BIG: safetensors(300_000), "1_Pooling/config.json": b"{}", "model.py": b"x = 1", "onnx/model.onnx": b"o",
+}  # fmt: skip
+WANTED = {"config.json", BIG, "1_Pooling/config.json"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
+    with HubStub(repositories={REPOSITORY: dict(FILES)}).serving() as stub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stub.url)
+        yield stub
+
+
+def entry(**changes: object) -> ModelEntry:
+    made = ModelEntry(
+        id="org/model", weights=Weights(hub=REPOSITORY, revision=COMMIT), family="text-encoder", outputs={"dense": 8}, max_tokens=16
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def is_right(cache: Path) -> bool:
+    local = LocalCache(cache)
+    folder, manifest = local.find(REPOSITORY, COMMIT), local.manifest(REPOSITORY, COMMIT)
+    return folder is not None and manifest is not None and verify(folder, manifest) == [] and manifest.files.keys() == WANTED
+
+
+def cuts(hub: HubStub) -> None:
+    hub.cuts = {BIG: [70_000, 1, 100_000]}
+
+
+def stumbles(hub: HubStub) -> None:
+    hub.failures = Counter({BIG: 2, "config.json": 1})
+
+
+def has_wrong_bytes_once(hub: HubStub) -> None:
+    hub.wrong = Counter({BIG: 1, "config.json": 1})
+
+
+def cuts_and_knows_no_ranges(hub: HubStub) -> None:
+    hub.ignores_ranges, hub.cuts = True, {BIG: [70_000]}
+
+
+@pytest.mark.parametrize("fault", [cuts, stumbles, has_wrong_bytes_once, cuts_and_knows_no_ranges], ids=lambda fault: fault.__name__)
+def test_what_passes_is_got_over(fault: Callable[[HubStub], None], hub: HubStub, tmp_path: Path) -> None:
+    fault(hub)
+    obtain(hub, tmp_path)
+    assert is_right(tmp_path)
+    assert (LocalCache(tmp_path).place(REPOSITORY, COMMIT) / BIG).read_bytes() == FILES[BIG]
+
+
+@contextlib.contextmanager
+def logs() -> Iterator[None]:
+    """As a process has them."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers = []
+    configure_logging(json=False)
+    try:
+        yield
+    finally:
+        root.handlers = before
+        root.setLevel(level)
+
+
+def test_a_hub_that_sends_nothing_more_is_asked_again(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    held, go = [], threading.Event()
+
+    def hold(name: str, sent: int) -> None:
+        if name == BIG and sent >= 100_000 and not held:
+            held.append(sent)
+            go.wait(END_S)
+
+    hub.before_piece = hold
+    obtain(hub, tmp_path)
+    go.set()
+    assert is_right(tmp_path)
+    assert [asked.start for asked in hub.of("/cdn/")] == [0, *held]
+
+
+def test_no_log_has_an_address_which_may_be_signed_or_hold_a_password(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the levels that every process sets: requests that succeed, and those that are repeated."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url.replace("://", "://user:canary@"))
+    stumbles(hub)
+    with logs():
+        folder = WeightSources(tmp_path, True).folder(entry())
+        hub.status = 503
+        with pytest.raises(ModelLoadFailed) as raised:
+            WeightSources(tmp_path / "other", True).folder(entry())
+    assert (folder / BIG).read_bytes() == FILES[BIG]
+    told = f"{capsys.readouterr().err}{raised.value.message}"
+    assert f"{REPOSITORY}@{COMMIT} is asked for again: status 503" in told
+    assert f"{BIG} is asked for again from byte 0: status 503" in told
+    for secret in ("canary", "/cdn/", "/resolve/", "://"):
+        assert secret not in told, told
+
+
+def gated(hub: HubStub) -> None:
+    hub.token, hub.gated = "right", True
+
+
+def private(hub: HubStub) -> None:
+    hub.token = "right"
+
+
+def another_commit(hub: HubStub) -> None:
+    hub.commit = "f" * 40
+
+
+def down(hub: HubStub) -> None:
+    hub.status = 503
+
+
+def wrong_bytes_for_ever(hub: HubStub) -> None:
+    hub.wrong = Counter({BIG: 99})
+
+
+def refuses_the_token(hub: HubStub) -> None:
+    hub.status = 403
+
+
+def a_file_outside(hub: HubStub) -> None:
+    hub.repositories[REPOSITORY]["x//config.json"] = b"{}"
+
+
+def nothing_to_load(hub: HubStub) -> None:
+    hub.repositories[REPOSITORY] = {"notes.md": b"none"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "error_class", "says"),
+    [
+        (gated, "GATED", "HF_TOKEN"), (private, "NOT_FOUND", "HF_TOKEN"), (another_commit, "NOT_FOUND", COMMIT),
+        (down, "NETWORK", "HF_ENDPOINT"), (wrong_bytes_for_ever, "NETWORK", BIG), (refuses_the_token, "GATED", "HF_TOKEN"),
+        (a_file_outside, "INCOMPATIBLE", "x//config.json"), (nothing_to_load, "INCOMPATIBLE", "none of the files"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_what_does_not_pass_is_a_typed_refusal_that_leaves_nothing_to_load(
+    fault: Callable[[HubStub], None], error_class: str, says: str, hub: HubStub, tmp_path: Path
+) -> None:
+    fault(hub)
+    with pytest.raises(ModelLoadFailed) as raised:
+        WeightSources(tmp_path, True).folder(entry())
+    assert raised.value.extras["error_class"] == error_class
+    assert says in raised.value.message
+    assert not list(tmp_path.rglob("snapshots/*"))
+
+
+def test_a_token_opens_what_is_gated(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated(hub)
+    monkeypatch.setenv("HF_TOKEN", "right")
+    WeightSources(tmp_path, True).folder(entry())
+    assert is_right(tmp_path)
+
+
+def test_offline_means_that_the_hub_is_not_asked(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: also where Hugging Face's own variable says it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
+
+    close_session()  # the client asks for it once
+    try:
+        with pytest.raises(ModelLoadFailed, match="HF_HUB_OFFLINE"):
+            WeightSources(tmp_path, True).folder(entry())
+    finally:
+        monkeypatch.undo()
+        close_session()
+    assert hub.asked == []
+
+
+def test_a_model_that_wants_more_of_a_snapshot_gets_the_rest(hub: HubStub, tmp_path: Path) -> None:
+    """Completeness is that of what a model needs. Both serve afterwards, and nothing is asked for twice."""
+    sources, with_code = WeightSources(tmp_path, True), entry(load=LoadOptions(trust_remote_code=True))
+    folder = sources.folder(entry())
+    assert not (folder / "model.py").exists()
+    assert sources.folder(with_code) == folder
+    assert (folder / "model.py").is_file()
+    asked = len(hub.asked)
+    assert sources.folder(entry()) == sources.folder(with_code) == folder
+    assert len(hub.asked) == asked
+    assert hub.sent == {name: len(FILES[name]) for name in (*WANTED, "model.py")}
+    manifest = LocalCache(tmp_path).manifest(REPOSITORY, COMMIT)
+    assert manifest is not None
+    assert manifest.left_out == ("onnx/model.onnx",)
+
+
+def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -> None:
+    own = Profile(load=LoadOptions(trust_remote_code=True))
+    assert not (WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile()})) / "model.py").exists()
+    assert (WeightSources(tmp_path, True).folder(entry(profiles={"plain": Profile(), "own": own})) / "model.py").is_file()
+
+
+def test_what_the_hubs_own_client_completed_counts_by_its_listing(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C13: it writes the listing first, so what it did not complete is known; SIE completes it, with the bytes that are there."""
+    from huggingface_hub import snapshot_download
+
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    found = Path(snapshot_download(REPOSITORY, revision=COMMIT, cache_dir=tmp_path / "hub", endpoint=hub.url))
+    asked = len(hub.asked)
+    assert WeightSources(tmp_path, True).folder(entry()) == found
+    assert len(hub.asked) == asked
+    (found / "config.json").unlink()
+    hub.sent.clear()
+    assert LocalCache(tmp_path).find(REPOSITORY, COMMIT) is None
+    assert WeightSources(tmp_path, True).folder(entry()) == found
+    assert hub.sent == {"config.json": len(FILES["config.json"])}
+    assert LocalCache(tmp_path).candidates() == []  # it is somebody else's
+
+
+def by_hand(cache: Path) -> Path:
+    """A snapshot without anything that tells what belongs to it."""
+    folder = LocalCache(cache).place(REPOSITORY, COMMIT)
+    for name in WANTED:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(FILES[name])
+    return folder
+
+
+def test_a_copy_by_hand_is_checked_against_the_hub_and_never_fetched_again(hub: HubStub, tmp_path: Path) -> None:
+    folder = by_hand(tmp_path)
+    assert WeightSources(tmp_path, True).folder(entry()) == folder
+    assert not hub.sent
+    assert is_right(tmp_path)
+    assert LocalCache(tmp_path).candidates() == []
+
+
+def test_what_is_wrong_in_a_copy_by_hand_is_replaced_and_the_file_itself_stays_untouched(hub: HubStub, tmp_path: Path) -> None:
+    folder = by_hand(tmp_path)
+    own = tmp_path / "own"
+    own.write_bytes(FILES[BIG][:-1] + b"?")
+    (folder / BIG).unlink()
+    (folder / BIG).hardlink_to(own)
+    WeightSources(tmp_path, True).folder(entry())
+    assert is_right(tmp_path)
+    assert own.read_bytes()[-1:] == b"?"
+    assert hub.sent == {BIG: len(FILES[BIG])}
+
+
+def test_a_copy_by_hand_serves_while_nobody_can_be_asked(hub: HubStub, tmp_path: Path) -> None:
+    folder = by_hand(tmp_path)
+    assert WeightSources(tmp_path, False).folder(entry()) == folder
+    assert hub.asked == []
+    hub.status = 503
+    assert WeightSources(tmp_path, True).folder(entry()) == folder
+
+
+def cut_off(folder: Path) -> None:
+    (folder / BIG).write_bytes(FILES[BIG][:-1])
+
+
+def no_json(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b'{"a": ')
+
+
+def points_nowhere(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("../../blobs/gone")
+
+
+def lacks_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_bytes(b'{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+
+
+def lacks_a_module(folder: Path) -> None:
+    modules = b'[{"path": "", "type": "T"}, {"path": "2_Normalize", "type": "x.Normalize"}, {"path": "2_Dense", "type": "x.Dense"}]'
+    (folder / "modules.json").write_bytes(modules)
+
+
+def was_interrupted(folder: Path) -> None:
+    blobs = folder.parents[1] / "blobs"
+    blobs.mkdir()
+    (blobs / "abc.123.incomplete").touch()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_off, BIG), (no_json, "config.json"), (points_nowhere, "tokenizer.json"), (lacks_a_shard, "00002-of-00002"),
+        (lacks_a_module, "2_Dense"), (was_interrupted, "incomplete"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_copy_that_contradicts_itself_is_refused_while_nobody_can_be_asked(
+    damage: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    """C13."""
+    damage(by_hand(tmp_path))
+    with pytest.raises(ModelLoadFailed) as raised:
+        WeightSources(tmp_path, False).folder(entry())
+    assert raised.value.extras["error_class"] == "NOT_FOUND"
+    assert says in raised.value.message
+    assert "is not complete" in raised.value.message
+
+
+def test_a_snapshot_that_lacks_a_file_that_the_entry_has_a_digest_of_is_none(tmp_path: Path) -> None:
+    by_hand(tmp_path)
+    weights = Weights(hub=REPOSITORY, revision=COMMIT, digests={"tokenizer.json": "0" * 64})
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json, which weights\.digests names"):
+        WeightSources(tmp_path, False).folder(entry(weights=weights))
+
+
+def test_a_manifest_that_is_not_that_of_its_place_counts_for_nothing(hub: HubStub, tmp_path: Path) -> None:
+    obtain(hub, tmp_path)
+    local = LocalCache(tmp_path)
+    folder = local.place(REPOSITORY, COMMIT)
+    outside = (folder / MANIFEST).read_bytes().replace(b"config.json", b"../fig.json")
+    for data in (b"{", encode(describe(folder, "other/model", COMMIT)), outside):
+        (folder / MANIFEST).write_bytes(data)
+        assert local.manifest(REPOSITORY, COMMIT) is None
+        assert local.find(REPOSITORY, COMMIT) is None
+    obtain(hub, tmp_path)
+    assert is_right(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b/c", "a--b/c", "", "/a/b", "a/..", "a b/c"])
+def test_names_that_would_leave_the_cache_are_refused(name: str, tmp_path: Path) -> None:
+    for repository, revision in ((name, COMMIT), (REPOSITORY, name)):
+        with pytest.raises(ManifestError):
+            LocalCache(tmp_path).find(repository, revision)
+        with pytest.raises(ManifestError):
+            LocalCache(tmp_path).lease(repository, revision)
+
+
+def test_a_cache_that_may_not_be_written_to_serves_and_says_what_it_lacks(hub: HubStub, tmp_path: Path) -> None:
+    """Weights that are part of an image."""
+    obtain(hub, tmp_path)
+    shutil.rmtree(tmp_path / "hub" / ".locks")
+    unwritable = tmp_path / "hub" / ".locks"
+    unwritable.write_bytes(b"")  # root may write to any folder, but not below a file
+    with pytest.raises(FetchFailed, match="SIE_LOCAL_CACHE has to name a folder") as raised:
+        obtain(hub, tmp_path)
+    assert raised.value.error_class == "UNKNOWN"
+
+
+def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: Path) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
+    hub.repositories["org/lora"] = {**files, "big.safetensors": bytes(9)}
+    sources = WeightSources(tmp_path, True)
+    located = sources.locate_lora(f"org/lora@{COMMIT}", entry(), None)
+    assert located.folder == LocalCache(tmp_path).place("org/lora", COMMIT)
+    assert hub.sent.keys() == files.keys()
+    asked = len(hub.asked)
+    assert sources.locate_lora("org/lora", entry(), None).folder == located.folder  # the only one that is there
+    assert WeightSources(tmp_path, False).locate_lora("org/lora", entry(), None).folder == located.folder
+    assert len(hub.asked) == asked
+    assert commit_of("org/lora") == COMMIT
+    for wanted in ("org/nothing", "no name", "../x", "org/lora@main/../.."):
+        with pytest.raises(LoraLoadFailed):
+            sources.locate_lora(wanted, entry(), None)
+
+
+def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(hub: HubStub, tmp_path: Path) -> None:
+    hub.lists_only_names = True
+    hub.wrong = Counter({BIG: 1})
+    obtain(hub, tmp_path)
+    assert is_right(tmp_path)
+    assert hub.sent[BIG] == 2 * len(FILES[BIG])
+
+
+def in_bucket(place: Place, cache: Path, wanted: set[str], repository: str = REPOSITORY) -> ClusterCache:
+    """A bucket that has these files of the snapshot that a cache has; the others are left out of its manifest."""
+    local, bucket = LocalCache(cache), ClusterCache(place.url, Limits(tries=2, pause_s=0.01))
+    manifest = local.manifest(repository, COMMIT)
+    assert manifest is not None
+    left_out = tuple(sorted({*manifest.left_out, *manifest.files} - wanted))
+    part = msgspec.structs.replace(manifest, files={name: manifest.files[name] for name in wanted}, left_out=left_out)
+    bucket.push(local.place(repository, COMMIT), part, Progress("it"))
+    return bucket
+
+
+def test_a_snapshot_of_the_bucket_that_was_pushed_for_less_is_completed_by_the_hub(hub: HubStub, faulty: Place, tmp_path: Path) -> None:
+    """Its files are not fetched from the hub as well, and it is good for those that want no more than it has."""
+    WeightSources(tmp_path / "pusher", True).folder(entry())
+    bucket = in_bucket(faulty, tmp_path / "pusher", WANTED)
+    hub.sent.clear()
+    worker = WeightSources(tmp_path / "worker", True, bucket)
+    with_code = entry(load=LoadOptions(trust_remote_code=True))
+    folder = worker.folder(with_code)
+    assert (folder / "model.py").read_bytes() == FILES["model.py"]
+    assert hub.sent == {"model.py": len(FILES["model.py"])}
+    asked = len(hub.asked)
+    assert worker.folder(with_code) == folder
+    WeightSources(tmp_path / "plain", False, bucket).folder(entry())
+    assert len(hub.asked) == asked
+
+
+LORA = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100), "README.md": b"# It"}
+
+
+@pytest.fixture
+def pushed_lora(hub: HubStub, tmp_path: Path) -> str:
+    """A LoRA of the hub, which the cache `pusher` has as well."""
+    hub.repositories["org/lora"] = LORA
+    WeightSources(tmp_path / "pusher", True).locate_lora(f"org/lora@{COMMIT}", entry(), None)
+    hub.sent.clear()
+    return f"org/lora@{COMMIT}"
+
+
+def test_a_lora_that_the_bucket_has_only_a_part_of_comes_from_the_hub(
+    hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
+) -> None:
+    bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json"}, "org/lora")
+    folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
+    assert (folder / "adapter_model.safetensors").read_bytes() == LORA["adapter_model.safetensors"]
+    assert hub.sent.keys() == {"adapter_model.safetensors"}
+    with pytest.raises(LoraLoadFailed, match="is nowhere"):
+        WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
+
+
+def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
+    hub: HubStub, pushed_lora: str, faulty: Place, tmp_path: Path
+) -> None:
+    """From the hub, or a copy by hand; where neither has it, the failure is that of the bucket."""
+    bucket = in_bucket(faulty, tmp_path / "pusher", {"adapter_config.json", "adapter_model.safetensors"}, "org/lora")
+    faulty.server.faults.refuse = lambda _: ("503 Slow Down", "SlowDown")
+    folder = WeightSources(tmp_path / "worker", True, bucket).locate_lora(pushed_lora, entry(), None).folder
+    assert hub.sent.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    copy = LocalCache(tmp_path / "copied").place("org/lora", COMMIT)
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(MANIFEST))
+    assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
+    with pytest.raises(LoraLoadFailed, match="the store gave no answer that helps"):
+        WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
+
+
+def test_a_repository_without_the_files_of_a_lora_is_none(hub: HubStub, tmp_path: Path) -> None:
+    hub.repositories["org/lora"] = {"adapter_config.json": b"{}"}
+    with pytest.raises(LoraLoadFailed, match=r"has not adapter_config\.json and adapter_model\.safetensors"):
+        WeightSources(tmp_path, True).locate_lora(f"org/lora@{COMMIT}", entry(), None)
