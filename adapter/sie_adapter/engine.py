@@ -23,6 +23,7 @@ from sie_adapter.packing import Items
 from sie_adapter.raw import run_raw
 from sie_adapter.remedies import Remedies
 from sie_adapter.residency import Residency
+from sie_adapter.spoilt import afresh
 from sie_adapter.weights import WeightSources
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
@@ -73,7 +74,7 @@ class Engine:
     def _load(self, resolved: Resolved) -> Any:
         try:
             with devices.weights_apart():
-                return self.loader.load(resolved)
+                return afresh(self.loader.load, resolved)
         except Exception as error:
             self._end_if_lost(error)
             raise
@@ -85,7 +86,7 @@ class Engine:
             with torch.inference_mode():
                 weights.forward(weights.pack(Items(np.array([2]), np.zeros(2, np.int32)), np.arange(1)))
 
-        return devices.peak_of(self.device, once) if hasattr(weights, "pack") else 0
+        return devices.peak_of(self.device, functools.partial(afresh, once)) if hasattr(weights, "pack") else 0
 
     def _end_if_lost(self, error: Exception) -> None:
         """Later answers of a dead context would be errors, or wrong."""
@@ -119,7 +120,7 @@ class Engine:
                 raise lora_failed(lora, f"{model} takes none")
             try:
                 located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
-                digest = str(loras.load(lora, located.folder, self._settings.max_loras_per_model))
+                digest = str(afresh(loras.load, lora, located.folder, self._settings.max_loras_per_model))
                 loras.leases = {name: lease for name, lease in {**loras.leases, lora: located.lease}.items() if name in loras.names()}
                 return digest
             except SIEError:

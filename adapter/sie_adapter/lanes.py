@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sie_adapter.spoilt import is_spoilt
 from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_contracts.runtime.failpoints import failpoint
@@ -42,9 +43,7 @@ class Lanes:
         self._busy_since = [0.0] * count
         self._batches = [0] * count
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(lane,), name=f"lane-{lane}", daemon=True) for lane in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._start(lane) for lane in range(count)]
 
     def submit(self, job: Job) -> None:
         """Queue a job; a lane answers it, with ShuttingDown once `stop` was called."""
@@ -74,15 +73,33 @@ class Lanes:
         for _ in self._threads:
             self._jobs.put(None)
         deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        for lane in range(len(self._threads)):
+            ended = None
+            while ended is not self._threads[lane]:  # a spoilt one starts another before it ends
+                ended = self._threads[lane]
+                ended.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self, lane: int) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(lane,), name=f"lane-{lane}", daemon=True)
+        thread.start()
+        return thread
 
     def _run(self, lane: int) -> None:
         torch.set_num_threads(self._torch_threads)
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 self._serve(lane, job)
+                if is_spoilt() and self._is_replaced(lane):
+                    return
+
+    def _is_replaced(self, lane: int) -> bool:
+        try:
+            self._threads[lane] = self._start(lane)
+        except RuntimeError as error:  # no memory for its stack: this one goes on, a little slower, and asks again after the next batch
+            _logger.warning("%s stays on a thread that oneDNN has given up: %s", threading.current_thread().name, error)
+            return False
+        return True
 
     def _serve(self, lane: int, job: Job) -> None:
         try:

@@ -16,6 +16,7 @@ from sie_adapter.device import give_memory_back
 from sie_adapter.failure import is_out_of_memory
 from sie_adapter.packing import Int64
 from sie_adapter.remedies import Remedy
+from sie_adapter.spoilt import unspoilt
 from sie_contracts.errors import ResourceExhausted
 
 _logger = logging.getLogger("sie.adapter")
@@ -97,7 +98,7 @@ class Shortage:
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
         # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a handled error would
         try:
-            work(items)
+            unspoilt(work, items)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

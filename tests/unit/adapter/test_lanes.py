@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+import weakref
+
 import pytest
+import torch
 
 from sie_adapter.lanes import Job, Lanes
+from sie_adapter.spoilt import afresh
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_contracts.runtime.failpoints import arm
 
@@ -35,3 +42,29 @@ def test_a_batch_whose_lane_fails_is_refused_and_the_next_one_runs(place: str) -
     finally:
         arm("")
         assert lanes.stop(5.0)
+
+
+def test_what_fails_afresh_is_freed_with_its_error() -> None:
+    """The frames of an error hold the tensors of a failed pass; a cycle would hold them until the next collection."""
+    freed = threading.Event()
+
+    def fail() -> None:
+        tensor = torch.empty(1)
+        weakref.finalize(tensor, freed.set)
+        raise MemoryError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(MemoryError):
+            afresh(fail)
+        assert freed.is_set()
+    finally:
+        gc.enable()
+
+
+def test_work_afresh_keeps_the_mode_and_the_threads_of_torch() -> None:
+    with torch.inference_mode():
+        assert afresh(torch.is_inference_mode_enabled)
+    assert not afresh(torch.is_inference_mode_enabled)
+    assert afresh(torch.get_num_threads) == torch.get_num_threads()
+    assert afresh(threading.get_ident) != threading.get_ident()

@@ -63,6 +63,18 @@ def test_ten_thousand_adversarial_batches_at_the_limit(wide: Path, tmp_path: Pat
     fail_and_learn(wide, tmp_path, 10_000, 7000)
 
 
+def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
+    """1. The code of a new primitive finds no memory; 2. with all of it free again, oneDNN still refuses that thread, and we do not."""
+    told = child("spoilt_thread.py", timeout_s=60)
+    assert told["refusal"] == "could not create a primitive"
+    assert told["spoilt"]
+    assert not told["afresh"]
+    assert told["here"] == "right"
+    assert told["results"] == ["right"] * 3
+    assert told["refused"] == []
+    assert told["lane"] == {"told": [["could not create a primitive", False], ["right", False], ["right", False]], "ended": True}
+
+
 def cycle(folder: Path, cycles: int, timeout_s: float) -> None:
     """After every unload the process holds what it held before, within 5 % of the weights."""
     layer = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "max_position_embeddings": 64}
