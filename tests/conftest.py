@@ -10,8 +10,12 @@ from typing import Any
 
 import certifi
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+settings.register_profile("shared machine", deadline=None)  # how long one example takes says what else runs here
+settings.load_profile("shared machine")
 
 # Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public server.
 _PUBLIC = [{"cafile": path} for path in (certifi.where(), os.environ.get("SSL_CERT_FILE")) if path]

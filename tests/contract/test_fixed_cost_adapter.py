@@ -42,7 +42,7 @@ async def linked(part: Part, path: Path) -> AsyncIterator[AdapterLink]:
     link = AdapterLink(str(path), size=4, ping_s=0.2, stale_s=2.0, clock=time.monotonic)
     running = asyncio.create_task(link.run(stop))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await link.wait_connected()
         entry = msgspec.to_builtins(toy_entry())
         await link.ensure_ready(ipc.EnsureReady("toy/one", entry))
@@ -124,7 +124,7 @@ async def test_a_killed_process_is_followed_on_the_same_socket(tmp_path: Path) -
         assert path.exists()
         part.start()
         await asyncio.to_thread(part.wait_ready)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:  # the link notices a death when it next sends something
                 await link.wait_connected()
                 try:

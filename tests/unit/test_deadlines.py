@@ -203,7 +203,7 @@ async def test_cancelled_work_that_is_not_at_the_device_never_runs(cluster: Dire
     await adapter.until(lambda adapter: adapter.running, "a batch at the device")
     waiting = [await cluster.publish("waiting", request="gone-2", chunk=chunk) for chunk in range(2)]
     good = await cluster.publish("good")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await sidecar.metric("sie_deliveries_total") < 5:
             pass  # the scrape awaits
     await cluster.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone-2", first.request))))

@@ -85,7 +85,7 @@ class Served(NamedTuple):
 
     async def targets(self, count: int) -> dict[str, Any]:
         """What the models API says of the alias, once it has so many targets."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 info: dict[str, Any] = await self.get("/v1/models/search")
                 if len(info["alias"]["targets"]) == count:
@@ -113,7 +113,7 @@ async def test_an_answer_names_what_served_it_and_a_flip_is_one_write(served: Se
     assert [first.headers[name] for name in named] == [direct.headers[name] for name in named]
     assert (first.headers["x-sie-alias"], "x-sie-alias" in direct.headers) == ("search", False)
     await served.write(alias("toy/two"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (second := await served.gateway.encode("a text", model="search")).headers["x-sie-model"] == "toy/one":
             assert second.headers["x-sie-fingerprint"] == first.headers["x-sie-fingerprint"]
     assert second.headers["x-sie-model"] == "toy/two"
@@ -187,7 +187,7 @@ async def test_a_worker_preloads_each_target_of_an_alias(served: Served) -> None
 async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> None:
     plain = (await served.gateway.encode("a text", "another", model="search")).json()["items"]
     await served.write(alias("toy/one", shadow="toy/two"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await served.shadows("done"):
             answer = await served.gateway.encode("a text", "another", model="search")
             assert (answer.status_code, answer.json()["items"], answer.headers["x-sie-model"]) == (200, plain, "toy/one")
@@ -207,7 +207,7 @@ async def test_a_shadow_that_cannot_load_fails_no_answer_and_is_left_alone_for_a
         "no such weights", extras={"error_class": "NOT_FOUND", "attempts": 1, "permanent": True}
     )
     await served.write(alias("toy/one", shadow="toy/two"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await served.shadows("paused"):
             answer = await served.gateway.encode("a text", model="search")
             assert (answer.status_code, answer.headers["x-sie-model"]) == (200, "toy/one")
@@ -220,7 +220,7 @@ async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_i
     await served.gateway.encode("a text", model="search")
     served.adapter.hold_loads = True
     await served.write(alias("toy/one", shadow="toy/two"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await served.shadows("cold"):
             assert (await served.gateway.encode("a text", model="search")).status_code == 200
     assert served.adapter.loads == ["toy/one", "toy/two"]

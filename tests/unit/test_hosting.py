@@ -150,7 +150,7 @@ async def test_an_adapter_that_is_gone_ends_neither_the_loop_nor_what_was_known(
     sidecar.now_s += 5
     sidecar.link.gone = True
     running = asyncio.create_task(sidecar.hosting.run(1))
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         while len(sidecar.link.questions) < 2:
             sidecar.link.asked.clear()
             await sidecar.link.asked.wait()
@@ -248,6 +248,6 @@ async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_pre
     second = asyncio.create_task(sidecar.hosting.ensure(hosted))
     await asyncio.sleep(0)
     fails.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await asyncio.gather(first, second)
     assert (hosted.state, hosted.error, hosted.attempts) == ("loaded", None, 0)

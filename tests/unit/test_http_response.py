@@ -69,7 +69,7 @@ async def connected(application: App = app) -> AsyncIterator[tuple[asyncio.Strea
 
 async def response(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     """Head and body of the next response."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
         return head, await reader.readexactly(length)
@@ -114,7 +114,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 async def test_a_body_of_unknown_length_is_chunked() -> None:
     async with connected() as (reader, writer, _):
         writer.write(ask("/chunked"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readuntil(b"0\r\n\r\n")
         assert b"transfer-encoding: chunked" in head
@@ -124,7 +124,7 @@ async def test_a_body_of_unknown_length_is_chunked() -> None:
 async def test_head_has_the_length_and_no_body() -> None:
     async with connected() as (reader, writer, _):
         writer.write(ask("/whole", "HEAD") + ask("/empty"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
         assert b"content-length: 10" in head
         assert (await response(reader))[1] == b""
@@ -136,7 +136,7 @@ async def test_a_connection_that_is_to_close_says_so_and_closes(closing: bytes) 
         writer.write(closing)
         head, _ = await response(reader)
         assert b"connection: close" in head
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
 
 
@@ -145,7 +145,7 @@ async def test_what_cannot_be_sent_rightly_closes_the_connection(path: str) -> N
     """A body of another length than promised, a failure after the head, a header that would be two."""
     async with connected() as (reader, writer, _):
         writer.write(ask(path))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             arrived = await reader.read()
         assert b"x-forged" not in arrived
         assert b"0123456789" not in arrived
@@ -163,7 +163,7 @@ async def test_a_drain_ends_a_kept_connection_after_its_response() -> None:
 
     async with connected(slow) as (reader, writer, server):
         writer.write(ask("/"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await entered.wait()
             stopping = asyncio.create_task(server.stop())
             await asyncio.sleep(0.2)  # uvicorn looks at its flag ten times a second
@@ -182,7 +182,7 @@ async def refused(reader: asyncio.StreamReader) -> dict[str, object]:
     assert b" 400 " in head.splitlines()[0]
     assert b"connection: close" in head
     assert b"x-sie-error-code: INVALID_INPUT" in head
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await reader.read() == b""
     found = json.loads(body)
     assert found["error"] == found["detail"]
@@ -254,7 +254,7 @@ async def test_what_follows_a_running_request_never_stands_for_its_answer() -> N
         go_on.set()
         head, body = await response(reader)
         assert (b" 200 " in head, body) == (True, b"mine")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
 
 
@@ -271,7 +271,7 @@ async def test_a_head_that_is_too_large_is_refused_whether_it_ends_or_not(endles
             for start in range(0, len(sent), piece):
                 writer.write(sent[start : start + piece])
                 await asyncio.sleep(0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 with contextlib.suppress(ConnectionError):  # what was not read yet resets it
                     arrived = await reader.read()
                     assert b"larger than 65536 bytes" in arrived or not arrived
@@ -331,7 +331,7 @@ async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.Monk
         assert b" 200 " in head
         slow_writer.close()
         writer.transport.resume_reading()  # type: ignore[attr-defined]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             arrived = 0
             with contextlib.suppress(ConnectionError):
                 while piece := await reader.read(1 << 20):
@@ -343,7 +343,7 @@ async def test_an_upgrade_that_nobody_speaks_is_answered_as_a_request_and_closes
     async with connected() as (reader, writer, _):
         writer.write(ask("/whole", "GET", "connection: Upgrade, HTTP2-Settings", "upgrade: h2c") + ask("/whole"))
         assert (await response(reader))[1] == b"0123456789"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await reader.read() == b""
 
 

@@ -138,7 +138,7 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
     sidecar = await cluster.sidecar(**own)
     leaving = await cluster.sidecar(**own)
     assert (await gateway.encode("x")).status_code == 200
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while "sie_gateway_model_workers" not in (found := await scraped(gateway)):
             pass
     assert found["sie_gateway_model_workers"] == [({"model": "toy/one"}, 1)]
@@ -170,7 +170,7 @@ async def test_every_delta_is_counted_by_kind_and_result(cluster: InProcess) -> 
     async def count(kind: str, result: str) -> float:
         return await gateway.metric("sie_gateway_config_deltas_total", kind=kind, result=result)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await count("unknown", "invalid") != 1:
             pass
     assert [await count("removal", result) for result in ("applied", "stale", "untrusted", "gap")] == [1, 1, 1, 0]

@@ -34,7 +34,6 @@ def scaled(
 
 @given(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 50))
 @example(1.0, 5e-324, 3)
-@settings(deadline=None)
 def test_as_many_hosts_as_the_demand_fills_to_seventy_percent_at_once(demand: float, rate: float, most: int) -> None:
     found = replicas(Replicas(1, 0.0), demand, rate, 0.0, True, 50.0, most=most, adopt_after_s=2.0, load_s=5.0)
     wanted = demand / (USED * rate) if USED * rate else 1
@@ -84,7 +83,6 @@ def lanes(draw: st.DrawFn) -> tuple[dict[str, tuple[str, ...]], dict[str, int], 
 
 
 @given(lanes())
-@settings(deadline=None)
 def test_each_model_gets_so_many_live_workers_each_once_and_at_most_one_that_it_leaves(lane) -> None:  # type: ignore[no-untyped-def]
     prev, wanted, holdings, demand, slots = lane
     table = place(prev, wanted, holdings, demand, slots)
@@ -102,7 +100,7 @@ def test_each_model_gets_so_many_live_workers_each_once_and_at_most_one_that_it_
 
 
 @given(lanes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_equal_inputs_move_nothing_once_the_moves_that_help_are_made(lane) -> None:  # type: ignore[no-untyped-def]
     prev, wanted, holdings, demand, slots = lane
     table = place(prev, wanted, holdings, demand, slots)
@@ -114,7 +112,6 @@ def test_equal_inputs_move_nothing_once_the_moves_that_help_are_made(lane) -> No
 
 
 @given(lanes(), st.data())
-@settings(deadline=None)
 def test_a_lost_worker_moves_its_own_models_alone(lane, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
     prev, wanted, holdings, _, _ = lane
     table = place(prev, wanted, holdings, {}, {})
@@ -130,7 +127,6 @@ def test_a_lost_worker_moves_its_own_models_alone(lane, data: st.DataObject) -> 
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 40), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_no_worker_gets_more_models_than_slots_while_another_has_room(count: int, slots: int, number: int, random) -> None:  # type: ignore[no-untyped-def]
     names = [f"w{index}" for index in range(count)]
     wanted = {f"m{index}": 1 for index in range(number)}

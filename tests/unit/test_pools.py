@@ -164,7 +164,7 @@ FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "100", "SIE_HEARTBEAT_TIMEOUT_MS": "10
 
 async def eventually(gateway: GatewayProcess, path: str, condition: Callable[[Any], bool]) -> Any:
     """What a gateway answers, once it is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition(found := (await gateway.client.get(path)).json()):  # noqa: ASYNC110  a state of another process
             await asyncio.sleep(0.02)
     return found
@@ -200,7 +200,7 @@ class Town(InProcess):
 
     async def counted(self, event: str) -> None:
         """The gateway on duty counts a change at its next look, which may be after it shows in a Pool object."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not await self.events(event):  # noqa: ASYNC110  a state of another process
                 await asyncio.sleep(0.02)
 

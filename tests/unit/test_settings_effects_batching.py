@@ -199,7 +199,7 @@ async def test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_wor
     tokenizer = BarrierTokenizer(workers)
     texts = [["x" * (INLINE_CHARACTERS + 1 + number)] for number in range(3 * workers)]
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             works = [functools.partial(tokenizer.encode, each, "END", 0) for each in texts]
             found = await asyncio.gather(*(pool.run(len(each[0]), work) for each, work in zip(texts, works, strict=True)))
     finally:

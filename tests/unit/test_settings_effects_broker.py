@@ -182,7 +182,7 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
     config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
     url = await processes.gateway(**broker, **config, **variable)
     request = asyncio.create_task(encode(url))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await stored(nats)).get("messages") != 1:
             pass  # the monitor is asked
     assert (await stored(nats))["storage"] == variable.get("SIE_STREAM_STORAGE", "file")
@@ -226,7 +226,7 @@ async def test_three_brokers_hold_three_copies(tmp_path: Path, processes: Proces
     with contextlib.ExitStack() as running:
         brokers = [running.enter_context(server) for server in three_brokers(tmp_path)]
         await processes.gateway(SIE_NATS_URL=",".join(server.url for server in brokers), SIE_STREAM_REPLICAS="3")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while [(await stored(server)).get("num_replicas") for server in brokers] != [3, 3, 3]:
                 pass  # a copy is there when its server says so
         await processes.end()

@@ -120,7 +120,7 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
     started = [await cluster.gateway(SIE_CHUNK_COST="260", SIE_GATEWAY_REQUEST_TIMEOUT="20", **auth, **variable) for _ in range(gateways)]
     await cluster.send(topology.health_subject("idle"), messages.encode(idle))
     for gateway in started:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await gateway.metric("sie_gateway_gateways") != gateways:  # until it has heard of the other
                 pass
     asked = [

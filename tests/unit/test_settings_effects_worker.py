@@ -41,7 +41,7 @@ async def peak_of_batches(cluster: InProcess, expected: int, **environ: str) -> 
     sent = [asyncio.create_task(gateway.encode(str(number))) for number in range(expected + 4)]
     await adapter.until(lambda adapter: adapter.running >= expected, f"{expected} batches at the adapter")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await sidecar.metric("sie_queue_depth") <= expected:
             pass  # the scrape awaits
     gauge = await sidecar.metric("sie_batches_in_progress")

@@ -54,7 +54,7 @@ def looking(process: GatewayProcess | SidecarProcess, path: str, **headers: str)
 
 
 async def frame(socket: ClientConnection) -> dict[str, Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         found: dict[str, Any] = json.loads(await socket.recv(decode=True))
     return found
 
@@ -364,12 +364,12 @@ async def test_frames_follow_the_work_that_is_held(cluster: InProcess) -> None:
         assert (model["queue_depth"], model["queue_pending_items"]) == (1, 3)
         adapter.let_go()
         assert (await sent).status_code == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while model["queue_depth"]:
                 model = next(model for model in (await frame(socket))["models"] if model["name"] == "toy/one")
         assert model["queue_pending_items"] == 0
         # the metrics in the frames are summed up once a second
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not (await frame(socket))["counters"].get("sie_requests_total"):
                 pass
 
@@ -396,7 +396,7 @@ async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProce
     adapter.refusals["toy/one"] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
     sidecar = await cluster.sidecar(adapter)
     assert (await gateway.encode("x")).json()["code"] == "MODEL_LOAD_FAILED"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (info := (await gateway.client.get("/v1/models/toy/one")).json())["state"] != "failed":
             pass
     assert info["last_error"] == {"code": "GATED", "attempts": 1, "permanent": True, "message": "the files are gated"}
@@ -463,7 +463,7 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
         health = (await gateway.client.get("/health")).json()
         return {worker["name"]: worker["url"] for worker in health["workers"]}, [each["name"] for each in health["unhealthy_workers"]]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (found := await view(by_socket)) != ({"w0": urls[0]}, [urls[1]]):
             pass  # the request awaits
     assert found == ({"w0": urls[0]}, [urls[1]])
@@ -473,7 +473,7 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
         assert (await gateway.encode("x")).headers["x-sie-worker"] == "w0", "work goes through the queue"
     assert await by_socket.metric("sie_gateway_workers", status="unhealthy") == 1
     assert await default.metric("sie_gateway_workers") == 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await by_socket.client.get("/health")).json()["models"][0]["state"] != "loaded":
             pass  # the request awaits
 
@@ -530,7 +530,7 @@ async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
     await cluster.sidecar()
     for _ in range(5):
         assert (await gateway.encode("x")).status_code == 200
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not (rate := (await gateway.client.get("/health")).json()["cluster"]["total_qps"]):
             pass  # the request awaits
     assert 0 < rate <= 5 / 0.5
@@ -692,7 +692,7 @@ async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(cluster:
     broker = cluster.server.connect("worker")
     for number in range(3):
         await broker.publish(topology.dead_letter_subject("_default"), b"letter", f"letter-{number}")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await gateway.metric("sie_gateway_dlq_events_total") != 3:
             pass
     await broker.close()

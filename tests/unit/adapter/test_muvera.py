@@ -8,7 +8,7 @@ import muvera_naive
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -66,7 +66,6 @@ PARAMETERS = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(
     PARAMETERS,
     st.lists(st.integers(0, 40), min_size=1, max_size=6),
