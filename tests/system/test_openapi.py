@@ -184,7 +184,7 @@ def asked(stack: Stack, document: Document, count: int) -> Counter[tuple[str, in
         for mode in GenerationMode if operation.body or operation.query else (GenerationMode.POSITIVE,):
 
             @settings(
-                max_examples=count, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+                max_examples=count, derandomize=True, database=None, phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))

@@ -238,7 +238,7 @@ def split(*parts: int, name: str = "search") -> Alias:
     return alias(*({"model": f"org/{number}", "weight": weight} for number, weight in enumerate(parts)), name=name)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(weights)
 def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
     """Five standard deviations of a binomial: a right implementation fails once in a million runs."""
@@ -251,7 +251,7 @@ def test_keys_are_shared_out_by_weight(parts: list[int]) -> None:
         assert abs(counts[target.model] - share * len(KEYS)) <= 5 * (share * (1 - share) * len(KEYS)) ** 0.5 + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights, st.text(max_size=30), st.data())
 def test_a_key_keeps_its_target(parts: list[int], key: str, data: st.DataObject) -> None:
     """Whatever the order of the targets is, and with a revision or a shadow that changes; a weight that rises takes no key away."""

@@ -136,7 +136,7 @@ def test_a_longer_wait_makes_fewer_and_larger_batches_where_there_is_load() -> N
     assert found[-1].device_s < found[0].device_s
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000), rate=st.integers(5, 500), burst=st.integers(1, 40), workers=st.integers(1, 3), lanes=st.integers(1, 2),
     budget=st.integers(1, 3000), requests=st.integers(1, 12), quantum=st.integers(0, 20),

@@ -32,7 +32,7 @@ TEXTS = st.lists(PARTS, max_size=60).map("".join)
 SHORT = st.lists(PARTS, max_size=6).map("".join)
 LIMITS = st.integers(6, MODEL_LIMIT)
 TRUNCATE = st.sampled_from(CUTS)
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=60)
 
 
 @functools.cache

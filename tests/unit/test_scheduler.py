@@ -179,7 +179,7 @@ class Scheduling(RuleBasedStateMachine):
 
 
 Scheduling.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduling = Scheduling.TestCase
 

@@ -105,7 +105,7 @@ TEXTS = st.lists(st.one_of(PARTS, PARTS, st.text(max_size=5)), min_size=1, max_s
 LIMITS = st.integers(3, 64)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS, times=st.integers(1, 6), limit=LIMITS, truncate=st.sampled_from(("END", "START", "NONE")))
 @example(text="<end> a", times=6, limit=3, truncate="START")
 @example(text="a [Q] b", times=6, limit=3, truncate="START")
