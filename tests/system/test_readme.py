@@ -5,22 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import local_models
 import numpy as np
 import oracle
 import pytest
 from cluster import Cluster, running
-
-README = Path(__file__).parents[2] / "README.md"
-CLIENT_PAGE = README.parent / "docs" / "sdk.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+from pages import DOCS, README, blocks, run
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_the_curl_example_prints_the_vector(cluster: Cluster) -> None:
-    command = next(block for block in blocks("sh") if block.startswith("curl"))
+    command = next(block.code for block in blocks(README, "sh") if block.code.startswith("curl"))
     script = command.replace("http://127.0.0.1:8080", cluster.url)
     printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
     values = [float(value) for value in re.search(r'"values":\[([^\]]*)\]', printed)[1].split(",")]  # type: ignore[index]
@@ -42,20 +34,14 @@ def test_the_curl_example_prints_the_vector(cluster: Cluster) -> None:
     assert oracle.cosines(np.array(values), oracle.encode(["What is deep learning?"])[0]) >= 0.999
 
 
-def run(code: str, cluster: Cluster) -> list[str]:
-    """The lines that a Python example prints."""
-    script = code.replace("http://127.0.0.1:8080", cluster.url)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-
-
 def test_the_python_example_prints_what_it_shows(cluster: Cluster) -> None:
-    shape, timing = run(blocks("python")[0], cluster)
+    shape, timing = run(blocks(README, "python")[0].code, cluster)
     assert shape == "(384,) float32"
     assert re.fullmatch(r"\{'queue_ms': [\d.]+, 'inference_ms': [\d.]+, 'total_ms': [\d.]+\}", timing)
 
 
 def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) -> None:
-    ranked, found = map(ast.literal_eval, run(blocks("python")[1], cluster))
+    ranked, found = map(ast.literal_eval, run(blocks(README, "python")[1].code, cluster))
     assert {item for item, _ in ranked} == {"item-0", "item-1"}
     assert ranked[0][1] >= ranked[1][1]
     assert all("Ada met Charles in London."[start:].startswith(text) and label in ("person", "place") for text, label, start in found)
@@ -63,7 +49,7 @@ def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) ->
 
 def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     """All of them as one program; those that need models of images or other machines are marked otherwise."""
-    examples = re.findall(r"```python\n(.*?)```", CLIENT_PAGE.read_text("utf-8"), re.DOTALL)
+    examples = [block.code for block in blocks(DOCS / "sdk.md", "python")]
     printed = run("\n".join(examples), cluster)
     assert printed[0] == "(384,) float32 {'dims': 384, 'dtype': 'float32'}"
     assert "loaded" in printed, "the model that was waited for"

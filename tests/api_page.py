@@ -1,0 +1,135 @@
+"""The routes of docs/api.md, made from the OpenAPI document of a gateway.
+
+    python tests/api_page.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from inprocess import InProcess
+
+Schema = Mapping[str, Any]
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+WORDS = {"object": "map", "integer": "whole number"}
+
+
+async def document() -> dict[str, Any]:
+    """What a gateway answers to GET /openapi.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with InProcess(Path(folder)) as cluster:
+            gateway = await cluster.gateway()
+            found: dict[str, Any] = (await gateway.client.get("/openapi.json")).json()
+            return found
+
+
+def kind(schema: Schema) -> str:
+    """A schema in a few words."""
+    if "enum" in schema:
+        return " or ".join(str(value) for value in schema["enum"])
+    if either := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(kind(each) for each in either))
+    if schema.get("type") == "array":
+        return f"[{kind(schema.get('items', {}))}]"
+    if properties := schema.get("properties"):
+        return "{" + ", ".join(properties) + "}"
+    types = schema.get("type", "any")
+    return " or ".join(WORDS.get(name, name) for name in ([types] if isinstance(types, str) else types))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _parameter(each: Schema) -> str:
+    return f"| `{each['name']}` | {_cell(kind(each.get('schema', {})))} | {_cell(each.get('description', ''))} |"
+
+
+def _fields(title: str, schema: Schema) -> Iterator[str]:
+    """A table of the fields of a map, and of the maps directly below it."""
+    required = schema.get("required", ())
+    yield f"| {title} | | |"
+    yield "|---|---|---|"
+    for name, each in schema.get("properties", {}).items():
+        yield f"| `{name}`{' (required)' if name in required else ''} | {_cell(kind(each))} | {_cell(each.get('description', ''))} |"
+        if each.get("type") == "object":
+            for inner, deeper in each.get("properties", {}).items():
+                yield f"| `{name}.{inner}` | {_cell(kind(deeper))} | {_cell(deeper.get('description', ''))} |"
+    yield ""
+
+
+def _body(operation: Schema) -> Schema | None:
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    return None if content is None else content["schema"]
+
+
+def _answer(operation: Schema) -> tuple[Schema, list[str]]:
+    """The schema of a success in JSON, and the types in which it comes."""
+    found: Schema = next((operation["responses"][status] for status in ("200", "201") if status in operation["responses"]), {})
+    content = found.get("content", {})
+    return content.get("application/json", {}).get("schema", {}), list(content)
+
+
+def _operation(paths: list[str], method: str, operation: Schema) -> Iterator[str]:
+    yield f"### {method.upper()} {paths[0]}"
+    yield ""
+    yield f"{operation['summary']}." + (f" Also {', '.join(f'`{path}`' for path in paths[1:])}." if paths[1:] else "")
+    yield ""
+    queries = [each for each in operation.get("parameters", ()) if each["in"] == "query"]
+    if queries:
+        yield "| query | | |"
+        yield "|---|---|---|"
+        yield from map(_parameter, queries)
+        yield ""
+    body = _body(operation)
+    if body is not None:
+        yield from _fields("body", body) if "properties" in body else iter((f"Body: {kind(body)}.", ""))
+    answer, types = _answer(operation)
+    if "properties" in answer:
+        yield from _fields("answer", answer)
+    elif answer.get("type") == "array":
+        yield from (f"Answer: {kind(answer)}.", "")
+    if others := [name for name in types if name != "application/json"]:
+        yield from (f"Answers {'also ' if answer else ''}in {', '.join(f'`{name}`' for name in others)}.", "")
+
+
+def _headers(paths: Schema) -> Iterator[str]:
+    """What every inference route reads, once."""
+    operation = paths["/v1/encode/{model}"]["post"]
+    yield "| header | | |"
+    yield "|---|---|---|"
+    for each in operation["parameters"]:
+        if each["in"] == "header":
+            yield _parameter(each)
+    yield ""
+
+
+def routes(found: Schema) -> str:
+    """All operations by tag. Those that differ in their path alone stand together."""
+    summaries = {path: operation["summary"] for path, methods in found["paths"].items() for operation in methods.values()}
+    tags: dict[str, dict[tuple[str, str], tuple[list[str], Schema]]] = {}
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            summary = summaries.get(operation["summary"].removeprefix("As "), operation["summary"])
+            alike, _ = tags.setdefault(operation["tags"][0], {}).setdefault((method, summary), ([], operation))
+            alike.append(path)
+    lines = [*_headers(found["paths"])]
+    for tag, operations in tags.items():
+        lines += [f"## {tag}", ""]
+        for (method, _), (paths, operation) in operations.items():
+            lines += _operation(paths, method, operation)
+    return "\n".join(lines).rstrip()
+
+
+def page(old: str, found: Schema) -> str:
+    """The page with its routes as `found` has them."""
+    return re.sub(r"(?<=<!-- routes -->\n\n).*(?=\n\n<!-- /routes -->)", lambda _: routes(found), old, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8"), asyncio.run(document())), "utf-8")

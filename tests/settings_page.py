@@ -1,0 +1,63 @@
+"""The tables of docs/settings.md, made from the table of all settings.
+
+    python tests/settings_page.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from sie_contracts import settings
+from sie_contracts.settings import MACHINE_PROFILE_DEFAULTS, ROWS, Row, Settings, shown
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+MODES = {"queue": " Not with `--standalone`.", "standalone": " With `--standalone` alone."}
+
+
+def groups() -> dict[str, list[Row]]:
+    """The settings under the headings that they have in the code."""
+    found: dict[str, list[Row]] = {}
+    by_field = {row.field: row for row in ROWS}
+    for heading, field in re.findall(r"^    (?:# (.+)|(\w+): .* = _row\(.*)$", inspect.getsource(Settings), re.MULTILINE):
+        if heading:
+            found[heading] = []
+        else:
+            found[list(found)[-1]].append(by_field[field])
+    return found
+
+
+def _row(row: Row) -> str:
+    default = "" if row.default is None else f"`{shown(row, row.default)}`"
+    readers = "all" if set(row.components) == set(settings.COMPONENTS) else ", ".join(row.components)
+    waits = f" No process reads it yet: it waits for {row.waits_for}." if row.waits_for else ""
+    meaning = row.meaning + MODES.get(row.mode or "", "") + waits
+    return f"| `{row.name}` | {default} | {row.expected} | {readers} | {meaning.replace('|', chr(92) + '|')} |"
+
+
+def tables() -> str:
+    """A table for each group, in the order of the code."""
+    parts = []
+    for heading, rows in groups().items():
+        head = "| setting | default | expected | read by | meaning |\n|---|---|---|---|---|"
+        parts.append("\n".join([f"### {heading[0].upper()}{heading[1:]}", "", head, *map(_row, rows)]))
+    return "\n\n".join(parts)
+
+
+def profiles() -> str:
+    """The measured defaults of machine profiles."""
+    values = [(profile, *value) for profile, found in MACHINE_PROFILE_DEFAULTS.items() for value in found.items()]
+    rows = [f"| `{profile}` | `{name}` | {value} |" for profile, name, value in values]
+    return "\n".join(["| machine profile | setting | default there |", "|---|---|---|", *rows])
+
+
+def page(old: str) -> str:
+    """The page with its tables as the code has them now."""
+    for name, made in (("settings", tables()), ("profiles", profiles())):
+        old = re.sub(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)", lambda _, made=made: made, old, flags=re.DOTALL)
+    return old
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")

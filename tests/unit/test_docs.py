@@ -1,0 +1,109 @@
+"""The pages: a site without a broken link, tables as the code has them, a section for each alert, no metric that nobody exports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import api_page
+import pages
+import pytest
+import settings_page
+import yaml
+from pages import DOCS, README, ROOT
+
+from sie_contracts.runtime.metrics_table import every
+from sie_contracts.settings import BY_NAME, ROWS
+
+ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
+SECTIONS = ("**Means**", "**See**", "**Do**")
+
+
+def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "site" / "quickstart.html").is_file()
+
+
+def test_the_site_needs_nothing_from_elsewhere() -> None:
+    assert re.search(r"^  font: false", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_links_from_outside_the_site_lead_to_files(page: str) -> None:
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)", (ROOT / page).read_text("utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_the_page_of_settings_is_the_code() -> None:
+    """Regenerate it: python tests/settings_page.py."""
+    text = settings_page.PAGE.read_text("utf-8")
+    assert settings_page.page(text) == text
+    for row in ROWS:
+        assert f"| `{row.name}` |" in text
+
+
+async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
+    """Regenerate it: python tests/api_page.py."""
+    text = api_page.PAGE.read_text("utf-8")
+    found = await api_page.document()
+    assert api_page.page(text, found) == text
+    assert [path for path in found["paths"] if path not in text] == []
+
+
+def test_every_alert_has_a_section_of_the_runbook() -> None:
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"] for rule in group["rules"]]
+    sections = re.split(r"^## (\w+)$", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    found = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert list(found) == [rule["alert"] for rule in rules]
+    for name, text in found.items():
+        assert [section for section in SECTIONS if section not in text] == [], name
+
+
+def test_no_page_names_a_metric_that_no_process_exports() -> None:
+    exported = {name for metric in every().values() for name in (metric.name, *metric.exported)}
+    # of the distribution, the broker's buckets, packages and recorded names
+    others = re.compile(r"sie_(cli|sdk|contracts|gateway|sidecar|adapter|config)(?![a-z_])|sie_(keys|leases|pools|placement)(?![a-z_])")
+    wrong = [
+        (page.name, name)
+        for page in DOCS.glob("*.md")
+        for name in re.findall(r"`[^`\n]*?\b(sie_[a-z0-9_]+)", page.read_text("utf-8"))
+        if name not in exported and not others.fullmatch(name) and not any(known.startswith(name) for known in exported)
+    ]
+    assert wrong == []
+
+
+def test_no_page_names_a_setting_that_does_not_exist() -> None:
+    wrong = [
+        (page.name, name)
+        for page in (*DOCS.glob("*.md"), README)
+        for name in re.findall(r"\bSIE_[A-Z0-9]+(?:_[A-Z0-9]+)*\b(?!\*|_)", page.read_text("utf-8"))
+        if name not in BY_NAME
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("page", "elsewhere"),
+    [
+        ("quickstart.md", {"install": 1, "hub": 1, "kubernetes": 1}), ("tuning.md", {}), ("coming-from.md", {}),
+        ("upgrade.md", {"kubernetes": 1}),
+    ],
+)  # fmt: skip
+def test_the_blocks_that_are_not_run_are_counted(page: str, elsewhere: dict[str, int]) -> None:
+    """Those that are run are run by tests/system/test_docs.py."""
+    found = pages.marks(DOCS / page)
+    assert {mark: found[mark] for mark in pages.ELSEWHERE if found[mark]} == elsewhere
+    assert set(found) <= {"", "server", *pages.ELSEWHERE}
+
+
+def test_what_a_page_shows_is_compared_with_what_is_printed() -> None:
+    assert pages.differences("a 1.5 b\nc…\n", "a -20 b\nc and more\n") == []
+    assert pages.differences("a 1 b\n", "a 1 c\n") == ["'a 1 c' in place of 'a 1 b'"]
+    assert pages.differences("a\nb\n", "a\n") == ["1 lines in place of 2"]
