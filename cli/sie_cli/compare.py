@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_cli.models_service import Refused
-from sie_cli.options import loaded
+from sie_cli.options import GATEWAY, gateway_token, loaded
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
     from sie_sdk import SIEClient
 
-GATEWAY = "http://127.0.0.1:8080"
 MOST_TEXTS = 2000  # of a sample: all of them are compared with each other
 LEAST_TEXTS = 3
 MOST_NEIGHBOURS = 50
@@ -96,8 +95,7 @@ def compare(
     read_settings = loaded({"gateway_url": gateway})
     settings = read_settings.settings
     url = (settings.gateway_url or GATEWAY).partition(",")[0]
-    is_known = read_settings.sources["SIE_GATEWAY_URL"] == "environment"  # an address of the command line gets no administrator's token
-    token = settings.auth_token or (settings.admin_token if is_known else None)
+    token = gateway_token(settings, read_settings.sources)
     sample, asked = read(sample_file, limit), read(queries, limit) if queries else Sample()
     from sie_sdk import SIEClient
     from sie_sdk.errors import SIEError

@@ -14,10 +14,12 @@ import sie_contracts
 from sie_cli.airgap import airgap
 from sie_cli.bench import bench
 from sie_cli.dlq import dlq
+from sie_cli.doctor import doctor
 from sie_cli.keys import keys
 from sie_cli.models import models
 from sie_cli.options import loaded, refuse, settings_options
-from sie_cli.serve import SPARE, serve
+from sie_cli.serve import DRAIN, SPARE, serve
+from sie_cli.top import top
 from sie_cli.topology import topology
 from sie_cli.weights import weights
 from sie_contracts.errors import SIEError
@@ -35,6 +37,8 @@ def main() -> None:
     sie serve                  the whole cluster on this machine
     sie serve --standalone     the same without a broker
     sie settings               every setting, its value and where it came from
+    sie doctor                 what is wrong with a cluster, and what mends it
+    sie top                    workers, models and queues, live
     sie dlq list               work that was given up
     sie keys create NAME       a token for a client; `list` and `revoke` it
     sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue, `sie models set` changes it there
@@ -57,13 +61,14 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="Port of the API; 0 picks a free one.")
 @click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
+@click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]")
 @settings_options("gateway")
-def gateway(host: str, port: int, nats_monitor_url: str | None, **values: Any) -> None:
+def gateway(host: str, port: int, nats_monitor_url: str | None, drain_s: float | None, **values: Any) -> None:
     """The HTTP edge: validates, routes, queues, collects."""
     from sie_gateway.process import run
 
     settings = loaded(values).settings
-    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, nats_monitor_url=nats_monitor_url))
+    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s))
 
 
 @main.command()
@@ -152,8 +157,10 @@ def standalone(arguments: tuple[str, ...]) -> None:
 main.add_command(serve)
 main.add_command(airgap)
 main.add_command(dlq)
+main.add_command(doctor)
 main.add_command(keys)
 main.add_command(models)
 main.add_command(bench)
+main.add_command(top)
 main.add_command(topology)
 main.add_command(weights)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from sie_contracts.runtime import failpoints
 from sie_contracts.runtime.process import EXIT_BAD_SETTING, configure_logging
-from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, SettingError, Settings, load, shown
+from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, Secret, SettingError, Settings, load, shown
 
 if TYPE_CHECKING:
     from sie_contracts.broker.nats import NatsBroker
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0
+GATEWAY = "http://127.0.0.1:8080"  # of commands that ask one, where nothing else is said
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
@@ -84,6 +85,12 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
         else:
             click.echo(f"warning: {warning}", err=True)
     return found
+
+
+def gateway_token(settings: Settings, sources: Mapping[str, str]) -> Secret | None:
+    """What to show to the gateway of SIE_GATEWAY_URL. An address of the command line gets no administrator's token."""
+    own = settings.auth_token or (settings.auth_tokens or (None,))[0]
+    return own or (settings.admin_token if sources["SIE_GATEWAY_URL"] == "environment" else None)
 
 
 def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaitable[T]]) -> T:

@@ -36,8 +36,9 @@ TELL_EVERY_S = 10.0
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+DRAIN = "Longest wait for requests in progress at the end, seconds."
 SPARE = "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a worker)."
-_GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 9.5, 3.0, 1.5  # together below 15 s
+_DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
 
 
 def default_data_dir() -> Path:
@@ -243,7 +244,10 @@ class _Serve:
             worker_port = worker_port or free_port()
             self._flags["SIE_WORKER_METRICS_PORT"] = str(worker_port)
             self._name_workers([worker_port + number for number in range(plan.workers)])
-            extra = ["--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers)]
+            extra = [
+                "--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers),
+                "--drain-s", str(_DRAIN_S),
+            ]  # fmt: skip
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
             self._readiness["gateway"] = f"http://{_reachable(plan.host)}:{plan.port}/readyz"
             for number in range(plan.workers):
@@ -268,7 +272,7 @@ class _Serve:
         self._name_workers(worker_ports)
         gateways = []
         for number in range(plan.gateways):
-            extra = ["--host", plan.host, "--port", str(plan.port + number), *monitor]
+            extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S), *monitor]
             own = {"SIE_GATEWAY_METRICS_PORT": str(settings.gateway_metrics_port + number if settings.gateway_metrics_port else 0)}
             name = _numbered("gateway", number, plan.gateways)
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))

@@ -43,20 +43,21 @@ class LocalSource:
 @click.option("--port", default=8080, type=int)
 @click.option("--data-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--workers", default=1, type=int)
+@click.option("--drain-s", default=None, type=float)
 @settings_options("gateway", "config", "sidecar")
-def standalone(host: str, port: int, data_dir: Path, workers: int, **values: Any) -> None:
+def standalone(host: str, port: int, data_dir: Path, workers: int, drain_s: float | None, **values: Any) -> None:
     """The in-process part of `sie serve --standalone`."""
     settings = loaded(values, "standalone").settings
     configure_logging(json=settings.log_json)
     try:
         if settings.auth_mode == "token":
             raise SettingError("SIE_AUTH_MODE", "token keeps its keys in a broker, and --standalone has none: use static")
-        raise SystemExit(run_process(lambda stop: _run(settings, stop, host, port, data_dir, workers)))
+        raise SystemExit(run_process(lambda stop: _run(settings, stop, host, port, data_dir, workers, drain_s)))
     except (SettingError, SIEError) as error:
         refuse(error)
 
 
-async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: Path, workers: int) -> int:
+async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: Path, workers: int, drain_s: float | None) -> int:
     from sie_gateway.process import serve as serve_gateway
     from sie_sidecar.process import serve as serve_sidecar
 
@@ -76,7 +77,8 @@ async def _run(settings: Settings, stop: Stop, host: str, port: int, data_dir: P
     tasks = Tasks(logging.getLogger("sie.config"), stop.request)
     tasks.start(Reload(store, prepared.overlay, prepared.seen).run(stop), "folder of models")
     try:
-        status = await serve_gateway(settings, server.connect("sie-gateway"), LocalSource(store), stop, host=host, port=port)
+        broker, source = server.connect("sie-gateway"), LocalSource(store)
+        status = await serve_gateway(settings, broker, source, stop, host=host, port=port, drain_s=drain_s)
     finally:
         await tasks.cancel()
         workers_stop.request()

@@ -79,7 +79,7 @@ def check(as_json: bool, **values: Any) -> None:
     Status 0: equal. 1: something differs, or messages lie where no consumer takes them. 2: the broker could not be asked.
     """
     settings = loaded(values).settings
-    steps = at_broker("sie-topology", settings, lambda broker: _steps(broker, settings))
+    steps = at_broker("sie-topology", settings, lambda broker: steps_at(broker, settings))
     _print(steps, as_json)
     if not steps and not as_json:
         click.echo(f"all is as topology {names.TOPOLOGY_VERSION} and these settings want it")
@@ -97,7 +97,7 @@ def migrate(as_json: bool, yes: bool, **values: Any) -> None:
     Status 0: nothing is left to do. 1: something is (without --yes: anything). 2: the broker could not be asked.
     """
     settings = loaded(values).settings
-    steps = at_broker("sie-topology", settings, lambda broker: _steps(broker, settings))
+    steps = at_broker("sie-topology", settings, lambda broker: steps_at(broker, settings))
     _print(steps, as_json)
     if not steps:
         if not as_json:
@@ -113,8 +113,8 @@ def migrate(as_json: bool, yes: bool, **values: Any) -> None:
     sys.exit(1 if left else 0)
 
 
-async def _steps(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """What differs in all streams of work and of dead letters that are there, and in those that the settings want."""
+async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
+    """What differs in all streams of work and of dead letters that are there, and in those that the settings want. Raises BrokerError."""
     from sie_contracts.broker.nats.operator import look, plan, streams
     from sie_gateway.queue import work_spec
 
@@ -139,7 +139,7 @@ async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> l
     for step in steps:
         if step.action != "refuse":
             await apply(broker, step)
-    return await _steps(broker, settings)
+    return await steps_at(broker, settings)
 
 
 def _print(steps: list[Step], as_json: bool) -> None:

@@ -35,6 +35,8 @@ class _Connection:
         self._given_up = False
 
     async def send(self, frame: bytes) -> None:
+        if self._writer.is_closing():  # it was reset: a write would be uvloop's RuntimeError
+            raise AdapterGone("sending failed: the connection was reset", died=not self._given_up)
         try:
             self._writer.write(frame)
             await self._writer.drain()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from fake_adapter import FakeAdapter, toy_entry, vector_of
 from inprocess import until
 
@@ -116,3 +118,25 @@ async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Li
     assert all(task.done() or task in before for task in asyncio.all_tasks() | {waiting})
     await asyncio.gather(*(answered(link) for _ in range(4)))
     assert link.connected
+
+
+def test_a_connection_that_was_reset_is_an_adapter_that_is_gone(tmp_path: Path) -> None:
+    """In uvloop, as a sidecar runs: it refuses to write to a closed transport with an error of its own."""
+    path = str(tmp_path / "a.sock")
+
+    async def run() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            connection = await links._connect(path)
+            peer, _ = listener.accept()
+            await connection.send(b"never read")
+            peer.close()  # with bytes that it has not read: a reset
+            with pytest.raises(AdapterGone):
+                await connection.receive()
+            await until(connection._writer.is_closing, "the transport is closed")
+            with pytest.raises(AdapterGone, match="reset"):
+                await connection.send(b"x")
+            connection.close()
+
+    uvloop.run(run())

@@ -1,0 +1,354 @@
+"""What the checks look at, each thing once however many checks ask for it: gateways, the broker, heartbeats, the config service, sockets.
+
+    check ──► Look.gateways() ┐
+    check ──► Look.gateways() ┴──► one task, whose outcome both get
+
+A check that is out of time gives up its wait, not the task. Tokens go only where settings say that they belong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+import msgspec
+
+from sie_cli.options import GATEWAY, gateway_token
+from sie_contracts import ipc, messages, topology
+from sie_contracts.messages import ConfigEpoch, GatewayBeat, Heartbeat
+from sie_contracts.settings import Secret, Settings, public_url
+
+if TYPE_CHECKING:
+    from sie_contracts.broker import CoreMessage
+    from sie_contracts.broker.nats import NatsBroker
+
+CALL_S = 3.0  # of one question over HTTP or a socket
+CONNECT_S = 4.0
+BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
+GATEWAYS_S = 1.5  # every gateway announces itself within it
+T = TypeVar("T")
+
+
+class Blind(Exception):
+    """A check could not look: the reason."""
+
+
+class Absent(Exception):
+    """There is nothing here for a check to look at: the reason."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """One answer over HTTP, or `trouble`: why there is none. `ahead_s`: the server's wall clock less ours, by the id that it gave the
+    request, at most `margin_s` off; None where it gave none."""
+
+    url: str
+    status: int = 0
+    body: bytes = b""
+    trouble: str = ""
+    version: str = ""
+    ahead_s: float | None = None
+    margin_s: float = 0.0
+
+    @property
+    def is_sie(self) -> bool:
+        return bool(self.version)
+
+    def json(self) -> dict[str, Any]:
+        """The body; nothing where it is no JSON map."""
+        try:
+            return msgspec.json.decode(self.body, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return {}
+
+
+@dataclass
+class Heard:
+    """Who announced itself at the broker so far, by name. It goes on to listen."""
+
+    workers: dict[str, Heartbeat] = field(default_factory=dict)
+    gateways: dict[str, GatewayBeat] = field(default_factory=dict)
+    unreadable: set[str] = field(default_factory=set)  # subjects of what this version cannot read
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def on_worker(self, message: CoreMessage) -> None:
+        try:
+            beat = messages.decode_heartbeat(message.data)
+        except msgspec.DecodeError:
+            self.unreadable.add(message.subject)
+        else:
+            self.workers[beat.worker] = beat
+        self.came.set()
+
+    async def on_gateway(self, message: CoreMessage) -> None:
+        try:
+            beat = messages.decode_gateway(message.data)
+        except msgspec.DecodeError:
+            self.unreadable.add(message.subject)
+        else:
+            if beat.leaving:
+                self.gateways.pop(beat.gateway, None)
+            else:
+                self.gateways[beat.gateway] = beat
+        self.came.set()
+
+
+@dataclass(frozen=True)
+class Socket:
+    """One socket of an adapter. `wrong` and `fix` where something is; `description` where it answered."""
+
+    path: Path
+    wrong: str = ""
+    fix: str = ""
+    description: ipc.Description | None = None
+    is_unseen: bool = False  # this user may not look
+
+
+class Look:
+    """`sources` says which settings somebody gave. Use `looking` to make one."""
+
+    def __init__(self, settings: Settings, sources: dict[str, str], data_dir: Path) -> None:
+        self.settings = settings
+        self.sources = sources
+        self.data_dir = data_dir
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._client = httpx.AsyncClient(timeout=CALL_S, trust_env=False)
+        self._open: NatsBroker | None = None
+
+    def is_given(self, name: str) -> bool:
+        return self.sources.get(name) in ("flag", "environment")
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._open is not None:
+            await self._open.close()
+        await self._client.aclose()
+
+    async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.create_task(make(), name=name)
+        found: T = await asyncio.shield(self._tasks[name])
+        return found
+
+    # ---- HTTP
+
+    async def get(self, url: str, path: str, token: Secret | None = None) -> Told:
+        """One question. Never raises for what a server or its absence does."""
+        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
+        asked_s = time.time()
+        try:
+            async with asyncio.timeout(CALL_S):
+                answer = await self._client.get(url.rstrip("/") + path, headers=headers)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+            return Told(public_url(url), trouble=str(error)[:200] or type(error).__name__)
+        answered_s = time.time()
+        named_s = _named_s(answer.headers.get("x-sie-request-id", ""))
+        ahead_s = None if named_s is None else named_s - (asked_s + answered_s) / 2
+        return Told(
+            public_url(url), answer.status_code, answer.content, "", answer.headers.get("x-sie-version", ""), ahead_s,
+            (answered_s - asked_s) / 2,
+        )  # fmt: skip
+
+    @property
+    def gateway_urls(self) -> list[str]:
+        return [part.strip() for part in (self.settings.gateway_url or GATEWAY).split(",")]
+
+    async def gateways(self) -> list[Told]:
+        """`/health` of each gateway that is named."""
+        return await self._once("gateways", self._ask_gateways)
+
+    async def _ask_gateways(self) -> list[Told]:
+        token = gateway_token(self.settings, self.sources)
+        return list(await asyncio.gather(*(self.get(url, "/health", token) for url in self.gateway_urls)))
+
+    async def health(self) -> dict[str, Any]:
+        """What the first gateway that answers tells; nothing where none does."""
+        for told in await self.gateways():
+            if told.status == 200 and told.is_sie:
+                return told.json()
+        return {}
+
+    async def is_standalone(self) -> bool:
+        found = await self.health()
+        return bool(found) and found.get("nats_url") is None
+
+    async def config_url(self) -> str:
+        """Empty where nobody says where the config service is."""
+        return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
+
+    async def config(self) -> Told:
+        """The config service's epoch. Raises Absent, Blind."""
+        return await self._once("config", self.ask_config)
+
+    async def ask_config(self) -> Told:
+        """As `config`, asked anew."""
+        if await self.is_standalone():
+            raise Absent("the catalogue is in the gateway's own process (--standalone)")
+        url = await self.config_url()
+        if not url:
+            raise Blind("which config service? Give --config-service-url, or a gateway that tells its own")
+        is_known = self.sources.get("SIE_CONFIG_SERVICE_URL") == "environment"
+        token = (self.settings.config_read_token or self.settings.admin_token) if is_known else None
+        return await self.get(url, "/v1/configs/epoch", token)
+
+    @staticmethod
+    def epoch_of(told: Told) -> ConfigEpoch | None:
+        try:
+            return msgspec.json.decode(told.body, type=ConfigEpoch) if told.status == 200 else None
+        except msgspec.DecodeError:
+            return None
+
+    # ---- the broker
+
+    async def broker_url(self) -> str:
+        """Raises Absent, Blind."""
+        if self.settings.nats_url:
+            return self.settings.nats_url
+        health = await self.health()
+        if health and health.get("nats_url") is None:
+            raise Absent("the queue is in the gateway's own process (--standalone)")
+        if not health:
+            raise Blind("which broker? Give --nats-url, or a gateway that tells its own")
+        return str(health["nats_url"])
+
+    async def broker(self) -> NatsBroker:
+        """A connection. Raises Absent, Blind, BrokerUnavailable."""
+        return await self._once("broker", self._connect)
+
+    async def _connect(self) -> NatsBroker:
+        from sie_contracts.broker.nats import NatsBroker
+
+        url = await self.broker_url()
+        broker = NatsBroker("sie-doctor")
+        await broker.open(url, CONNECT_S)
+        self._open = broker
+        return broker
+
+    async def stream_broker(self) -> NatsBroker:
+        """The connection for a check that needs streams. Raises Absent, Blind."""
+        from sie_contracts.broker import BrokerUnavailable
+
+        try:
+            broker = await self.broker()
+        except BrokerUnavailable as error:
+            raise Blind("there is no connection to the broker") from error
+        if not broker.server[1]:
+            raise Blind("the broker has no JetStream")
+        return broker
+
+    async def heard(self) -> Heard:
+        """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises Absent, Blind."""
+        return await self._once("heard", self._listen)
+
+    async def _listen(self) -> Heard:
+        from sie_contracts.broker import BrokerUnavailable
+
+        try:
+            broker = await self.broker()
+        except BrokerUnavailable as error:
+            raise Blind("there is no connection to the broker") from error
+        heard = Heard()
+        await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", heard.on_worker)
+        await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", heard.on_gateway)
+        begun_s = time.monotonic()
+        expected = {info["name"] for info in (await self.health()).get("workers", ())}
+        await asyncio.sleep(GATEWAYS_S)  # nothing ends it sooner: how many gateways there are nobody knows
+        end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
+        while not (expected and expected <= heard.workers.keys() and heard.gateways) and time.monotonic() < end_s:
+            heard.came.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + end_s - time.monotonic()):
+                    await heard.came.wait()
+        if expected and not heard.workers:
+            raise Blind("no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them")
+        return heard
+
+    # ---- sockets
+
+    async def sockets(self) -> list[Socket]:
+        """Those of the workers on this machine. Raises Absent, Blind."""
+        return await self._once("sockets", self._ask_sockets)
+
+    async def _ask_sockets(self) -> list[Socket]:
+        found = self._socket_paths()
+        if not found:
+            raise Absent("no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`")
+        return list(await asyncio.gather(*map(ask_socket, found)))
+
+    def _socket_paths(self) -> list[Path]:
+        named, run = Path(self.settings.ipc_socket_path), self.data_dir / "run"
+        if run.exists() and not os.access(run, os.R_OK | os.X_OK):
+            raise Blind(f"{run} belongs to another user: run as the one of `sie serve`")
+        found = [named] if self.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
+        return found + sorted(run.glob("worker-*.sock"))
+
+
+async def ask_socket(path: Path) -> Socket:
+    """Look at a socket and ask the adapter behind it for its description."""
+    restart = f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return Socket(path, f"{path}: there is no such socket, so no adapter listens", restart)
+    except PermissionError:
+        return Socket(path, is_unseen=True)
+    if not stat.S_ISSOCK(status.st_mode):
+        return Socket(path, f"{path} is no socket", "remove that file, or set SIE_IPC_SOCKET_PATH of sidecar and adapter to another one")
+    if status.st_mode & 0o077:
+        wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
+        return Socket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
+    if status.st_uid != os.geteuid():
+        return Socket(path, is_unseen=True)  # an adapter answers its own user alone
+    try:
+        async with asyncio.timeout(CALL_S):
+            answer = await _described(path)
+    except TimeoutError:  # an OSError too
+        return Socket(path, f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s", f"kill it; {restart}")
+    except (OSError, EOFError) as error:
+        return Socket(path, f"{path} refuses ({type(error).__name__}): nobody listens behind it", restart)
+    except ipc.FrameError:
+        answer = None
+    if not isinstance(answer, ipc.Description) or answer.protocol != ipc.PROTOCOL:
+        wrong = f"{path}: what listens there does not speak protocol {ipc.PROTOCOL} of this version"
+        return Socket(path, wrong, "install the same version of sidecar and adapter")
+    return Socket(path, description=answer)
+
+
+async def _described(path: Path) -> ipc.Reply:
+    """Raises OSError, EOFError, FrameError."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        writer.write(ipc.frame(ipc.Describe()))
+        await writer.drain()
+        return ipc.reply(await ipc.read_frame(reader))
+    finally:
+        writer.close()
+
+
+def _named_s(request_id: str) -> float | None:
+    """When a UUID of version 7 was made, seconds since 1970."""
+    try:
+        found = uuid.UUID(request_id)
+    except ValueError:
+        return None
+    return (found.int >> 80) / 1000 if found.version == 7 else None
+
+
+@contextlib.asynccontextmanager
+async def looking(settings: Settings, sources: dict[str, str], data_dir: Path) -> AsyncIterator[Look]:
+    look = Look(settings, sources, data_dir)
+    try:
+        yield look
+    finally:
+        await look.close()

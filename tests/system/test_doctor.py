@@ -1,0 +1,332 @@
+"""`sie doctor` before real faults, each planted for real: it names what is wrong and what mends it, and a healthy cluster has nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import http.server
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from click.testing import CliRunner
+from cluster import until
+from fake_adapter import toy_entry
+from inprocess import settings_of
+from nats_server import NatsServer
+from stack import Part, Plan, Stack
+
+from sie_cli.embedded import free_port
+from sie_cli.main import main
+from sie_contracts import topology
+from sie_contracts.broker.nats import NatsBroker
+from sie_contracts.broker.nats.api import StreamInfo, stream_config
+from sie_contracts.topology import Lane
+from sie_gateway.queue import work_spec
+
+TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
+BEATS = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}
+PLAN = Plan(environ={"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS})
+CLUSTER = ("gateway", "broker", "streams", "config", "clock", "versions")
+AHEAD_S = 90
+SITE = """
+import time
+import sie_contracts
+
+def _shift(now_s=time.time, now_ns=time.time_ns):
+    time.time = lambda: now_s() + {ahead_s}
+    time.time_ns = lambda: now_ns() + {ahead_s} * 1_000_000_000
+
+_shift()
+sie_contracts.__version__ = "{version}"
+"""
+
+
+class Examined:
+    """What doctor found, by check."""
+
+    def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
+        """Status and output of a run with these settings and no others, on a machine without a `sie serve`."""
+        clean = {name: None for name in os.environ if name.startswith("SIE_")}
+        own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
+        found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env={**clean, **own})
+        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+        self.output = found.output
+        self.status = found.exit_code
+        document: dict[str, Any] = json.loads(found.stdout)
+        self.word = document["status"]
+        self.states = {each["check"]: each["state"] for each in document["checks"]}
+        self.says = {each["check"]: each["says"] for each in document["checks"]}
+        self.findings = {each["check"]: each["findings"] for each in document["checks"]}
+
+    def named(self, check: str, wrong: str, fix: str) -> None:
+        """One finding of the check says both."""
+        assert (self.status, self.states[check]) == (1, "wrong"), self.output
+        assert any(wrong in each["wrong"] and fix in each["fix"] for each in self.findings[check]), self.findings[check]
+        assert all("\n" not in text for found in self.findings.values() for each in found for text in each.values())
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as made:
+        yield made
+
+
+def environ_of(stack: Stack) -> dict[str, str]:
+    """The settings of the processes, of which doctor is given those of this machine."""
+    worker = stack.workers[0]
+    names = ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")
+    return {
+        "SIE_GATEWAY_URL": stack.urls[0], "SIE_NATS_URL": stack.broker_urls, "SIE_CONFIG_SERVICE_URL": stack.config_url,
+        "SIE_AUTH_TOKEN": TOKEN, "SIE_CONFIG_READ_TOKEN": READ, "SIE_GATEWAY_METRICS_PORT": stack.metrics_urls[0].rpartition(":")[2],
+        **{name: worker.sidecar.environ[name] for name in names},
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def restarted(part: Part, environ: dict[str, str]) -> Iterator[None]:
+    """The process with another environment, and in the end with its own again."""
+    own = part.environ
+    for these in ({**own, **environ}, own):
+        part.stop()
+        part.environ = these
+        part.start()
+        part.wait_ready()
+        if these is not own:
+            try:
+                yield
+            except BaseException:
+                part.environ = own
+                raise
+
+
+def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[str, str]:
+    """The environment of a process with another wall clock, or another version."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.format(ahead_s=ahead_s, version=version))
+    return {"PYTHONPATH": str(folder)}
+
+
+# ---- a cluster
+
+
+def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
+    found = Examined(tmp_path, environ_of(stack))
+    assert (found.status, found.word) == (0, "fine"), found.output
+    assert set(found.states.values()) == {"fine"}, found.output
+    assert "1 gateway and 1 worker serve by epoch" in found.says["config"]
+    assert "1 healthy worker" in found.says["gateway"]
+
+
+def test_a_wrong_token_is_named_and_not_shown(stack: Stack, tmp_path: Path) -> None:
+    found = Examined(tmp_path, {**environ_of(stack), "SIE_AUTH_TOKEN": "sesame-1", "SIE_CONFIG_READ_TOKEN": "sesame-2"})
+    found.named("gateway", "does not let this token read (status 401)", "set SIE_AUTH_TOKEN")
+    found.named("config", "refuses this token (status 401)", "set SIE_CONFIG_READ_TOKEN")
+    assert "sesame" not in found.output
+
+
+def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, tmp_path: Path) -> None:
+    adapter, path = stack.workers[0].adapter, environ_of(stack)["SIE_IPC_SOCKET_PATH"]
+    adapter.pause()
+    try:
+        found = Examined(tmp_path, environ_of(stack))
+    finally:
+        adapter.resume()
+    found.named("sockets", f"{path}: the adapter takes connections, but no answer comes", "kill it; start the adapter again")
+    adapter.kill()
+    try:
+        until(lambda: httpx.get(f"{stack.workers[0].url}/readyz", trust_env=False).status_code == 503, 30, "the sidecar notices")
+        until(lambda: _health(stack)["unhealthy_workers"], 30, "the gateway notices")
+        found = Examined(tmp_path, environ_of(stack))
+        found.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
+        found.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
+        found.named("ports", "not ready: no adapter at", "sockets")
+    finally:
+        adapter.start()
+        stack.workers[0].sidecar.wait_ready()
+        until(lambda: not _health(stack)["unhealthy_workers"], 30, "the gateway notices")
+
+
+def _health(stack: Stack) -> dict[str, Any]:
+    answer = httpx.get(f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_clock_that_is_off_an_older_version_and_a_worker_that_does_not_follow_are_named(stack: Stack, tmp_path: Path) -> None:
+    (gateway,), (worker,) = stack.gateways, stack.workers
+    old = altered(tmp_path / "old", version="0.0.9")
+    deaf = {"SIE_NATS_CONFIG_TRUSTED_PRODUCERS": "nobody", "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "600000"}
+    with restarted(gateway, altered(tmp_path / "ahead", ahead_s=AHEAD_S)), restarted(worker.sidecar, {**old, **deaf}):
+        written = httpx.post(
+            f"{stack.config_url}/v1/configs/models", json=msgspec.to_builtins(toy_entry("toy/new")), timeout=30, trust_env=False,
+            headers={"authorization": f"Bearer {ADMIN}"},
+        )  # fmt: skip
+        assert written.is_success, written.text
+        found = Examined(tmp_path, environ_of(stack))
+    found.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
+    found.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
+    found.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
+    assert [len(found.findings[check]) for check in ("clock", "versions", "config")] == [1, 1, 1], found.output
+
+
+def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) -> None:
+    stack.config.kill()
+    try:
+        found = Examined(tmp_path, environ_of(stack))
+    finally:
+        stack.config.start()
+        stack.config.wait_ready()
+    found.named("config", f"no config service answers at {stack.config_url}", "start it (`sie config`)")
+
+
+# ---- a broker
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path / "nats") as made:
+        yield made
+
+
+def test_a_broker_that_is_down_is_named(tmp_path: Path) -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    found = Examined(tmp_path, {}, "--nats-url", url)
+    found.named("broker", f"no broker answers at {url}", "SIE_NATS_URL")
+    assert found.states["streams"] == found.states["clock"] == "blind"
+
+
+def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path) -> None:
+    users = 'authorization { users: [{user: "gateway", password: "right"}] }'
+    with NatsServer(tmp_path / "nats", extra=users) as server:
+        place = server.url.removeprefix("nats://")
+        found = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
+        found.named("broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER:PASSWORD@HOST:PORT)")
+        assert "sesame" not in found.output
+        assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
+
+
+def test_a_broker_without_jetstream_is_named(tmp_path: Path) -> None:
+    with NatsServer(tmp_path / "nats", extra="jetstream: disabled") as server:
+        found = Examined(tmp_path, {}, "--nats-url", server.url)
+    found.named("broker", "has no JetStream", "-js")
+
+
+def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(server: NatsServer, tmp_path: Path) -> None:
+    wanted = work_spec(settings_of(), "_default")
+
+    async def plant() -> None:
+        broker = NatsBroker("test")
+        await broker.open(server.url, 5.0)
+        try:
+            other = dataclasses.replace(wanted, max_age_s=wanted.max_age_s - 60)
+            await broker.api(f"STREAM.CREATE.{wanted.name}", stream_config(other), StreamInfo)
+            await broker.publish(topology.work_subject(Lane("_default", "cpu", "default"), "interactive", "toy/a"), b"x", "1")
+        finally:
+            await broker.close()
+
+    asyncio.run(plant())
+    found = Examined(tmp_path, {}, "--nats-url", server.url)
+    migrate = f"sie topology migrate --yes --nats-url {server.url}"
+    found.named("streams", f"stream {wanted.name} is not as wanted: max_age is", migrate)
+    found.named("streams", "consumer ", migrate)
+    assert any("is missing: its subject holds messages" in each["wrong"] for each in found.findings["streams"]), found.output
+    found.named("streams", f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing", migrate)
+
+
+# ---- this machine
+
+
+def test_bad_settings_are_named_with_what_was_meant(tmp_path: Path) -> None:
+    given = {
+        "SIE_MAX_BATCH_COST": "plenty", "SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_ADAPTIVE_MIN_QUANTUM_MS": "50",
+        "SIE_AUTH_TOKENS": ",", "SIE_MAX_BATCH_WAIT_MS": "3",
+    }  # fmt: skip
+    found = Examined(tmp_path, given)
+    found.named("settings", "SIE_MAX_BATCH_COST: got 'plenty'", "set SIE_MAX_BATCH_COST to a whole number of at least 1")
+    found.named("settings", "SIE_PRELOAD_MODEL is set, but no such setting exists", "did you mean SIE_PRELOAD_MODELS?")
+    found.named("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
+    found.named("settings", "SIE_ADAPTIVE_MIN_QUANTUM_MS: 50 is above SIE_ADAPTIVE_MAX_QUANTUM_MS 15", "change one of the two")
+    found.named("settings", "SIE_AUTH_TOKENS: got ***", "comma-separated list of secrets")
+    found.named("settings", "SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode", "unset SIE_MAX_BATCH_WAIT_MS")
+    assert len(found.findings["settings"]) == 6
+
+
+def test_a_socket_that_is_missing_and_one_that_others_may_open_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    found = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
+    found.named("sockets", f"{path}: there is no such socket", "start the adapter again")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o666)
+        found = Examined(tmp_path, {"SIE_IPC_SOCKET_PATH": str(path)})
+    found.named("sockets", f"{path} may be opened by other users (mode 0666, expected 0600)", f"chmod 600 {path}")
+
+
+def test_a_disk_above_the_threshold_is_named(tmp_path: Path) -> None:
+    """The disk is as it is; what moves is the threshold."""
+    found = Examined(tmp_path, {"SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "1"})
+    found.named("disk", f"the disk of the weights ({tmp_path}) is", "SIE_LOCAL_CACHE to a larger disk")
+    room = os.statvfs(tmp_path)
+    (tmp_path / "data" / "nats").mkdir(parents=True)
+    found = Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(2 * room.f_blocks * room.f_frsize)})
+    found.named("disk", "the queue may grow by", "lower SIE_QUEUE_MAX_BYTES")
+
+
+@pytest.mark.debian
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], check=True)
+    try:
+        (folder / "weights").write_bytes(bytes(30 << 20))
+        store = {"SIE_LOCAL_CACHE": str(folder), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "85", "SIE_PAYLOAD_STORE_URL": str(folder)}
+        found = Examined(tmp_path, store)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    found.named("disk", f"({folder}) is 93.8 % full, above 85 %", "free space there")
+    found.named("disk", f"the disk of the payload store ({folder}) has 2.0 MiB left", "SIE_PAYLOAD_STORE_URL")
+
+
+def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
+        serving = threading.Thread(target=other.serve_forever)
+        serving.start()
+        try:
+            port = other.server_address[1]
+            given = {"SIE_WORKER_METRICS_PORT": str(port), "SIE_GATEWAY_URL": f"http://127.0.0.1:{port}"}
+            found = Examined(tmp_path, {**given, "SIE_GATEWAY_METRICS_PORT": "0"})
+        finally:
+            other.shutdown()
+            serving.join()
+    found.named("ports", f"port {port}, which SIE_WORKER_METRICS_PORT means, is held by a program", "--worker-metrics-port")
+    found.named("gateway", "is no gateway of SIE", "--gateway-url")
+
+
+@pytest.mark.long
+def test_a_gpu_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
+    """No machine has a hundredth one; which of the reasons is told depends on the machine."""
+    found = Examined(tmp_path, {"SIE_DEVICE": "cuda:99"})
+    found.named("gpu", "", "SIE_DEVICE")
+
+
+def test_without_a_cluster_it_says_what_it_could_not_see(tmp_path: Path) -> None:
+    ports = dict.fromkeys(("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT"), "0")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", 8080)) == 0:
+            pytest.skip("something serves at the default address of a gateway")
+    found = Examined(tmp_path, ports)
+    assert (found.status, found.word) == (2, "blind"), found.output
+    assert {check for check, state in found.states.items() if state == "blind"} == set(CLUSTER), found.output
+    assert found.states["settings"] == found.states["disk"] == "fine"
+    text = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env={"SIE_LOCAL_CACHE": str(tmp_path), **ports}).output
+    assert text.rstrip().endswith(f"not looked at: {', '.join(CLUSTER)}"), text

@@ -1,0 +1,126 @@
+"""The decisions of `sie doctor` that need no cluster: drift, skew, GPUs, settings, and what a status says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from sie_cli.doctor import command
+from sie_cli.doctor.checks import Driver, Torch, drift, faults_of, gpu_faults, skew
+from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
+from sie_cli.doctor.look import Absent, Blind, Look, ask_socket
+from sie_contracts.messages import ConfigEpoch
+
+EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})
+DRIVER = Driver("570.1", (12, 8))
+
+
+@pytest.mark.parametrize(
+    ("gateways", "workers", "behind"),
+    [
+        ({"g": "made:9"}, {"w": ("default", "made:9")}, []),
+        ({"g": "made:9"}, {"w": ("default", "made:5")}, []),  # nothing since concerned its bundle
+        ({"g": "made:8"}, {"w": ("default", "made:4"), "v": ("other", "made:8")}, ["gateway g", "worker v", "worker w"]),
+        ({"g": "elsewhere:9"}, {"w": ("unheard", "made:8")}, ["gateway g", "worker w"]),
+    ],
+)
+def test_who_is_behind_the_catalogue(gateways: dict[str, str], workers: dict[str, tuple[str, str]], behind: list[str]) -> None:
+    assert [finding.wrong.partition(" serves")[0] for finding in drift(EPOCH, gateways, workers)] == behind
+
+
+def test_without_the_config_services_word_gateways_are_compared_with_each_other() -> None:
+    found = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
+    assert [finding.wrong.partition(" serves")[0] for finding in found] == ["gateway a", "worker v"]
+    assert drift(None, {}, {"w": ("default", "made:1")}) == []
+
+
+def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_numbers() -> None:
+    (found,) = skew({"0.9.0": ["gateway a", "sidecar b"], "0.10.0": ["this `sie`"]})
+    assert found.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
+    assert "sie-cluster==0.10.0" in found.fix
+    assert skew({"0.1.0": ["a", "b"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "torch", "driver", "wrong", "fix"),
+    [
+        ("cuda", Torch("2.13+cpu", "", False, 0), DRIVER, "built without CUDA, but SIE_DEVICE=cuda", "SIE_DEVICE=cpu"),
+        ("auto", Torch("2.13+cpu", "", False, 0), DRIVER, "built without CUDA", "install the build for this driver"),
+        ("cuda", Torch("2.13", "13.0", False, 0), None, "no NVIDIA driver answers: not found", "nvidia-smi"),
+        ("auto", Torch("2.13", "13.0", False, 0), DRIVER, "built for CUDA 13.0, more than driver 570.1 (CUDA 12.8)", "a torch for CUDA 12"),
+        ("cuda:2", Torch("2.13", "12.8", True, 2), DRIVER, "SIE_DEVICE=cuda:2, but there is cuda:0, cuda:1 alone", "set SIE_DEVICE"),
+    ],
+)
+def test_what_a_gpu_lacks(asked: str, torch: Torch, driver: Driver | None, wrong: str, fix: str) -> None:
+    (found,) = gpu_faults(asked, torch, driver, "not found")
+    assert wrong in found.wrong
+    assert fix in found.fix
+
+
+def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_faults("auto", Torch("2.13", "12.8", True, 1), DRIVER, "") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (found,) = gpu_faults("cuda", Torch("2.13", "12.8", False, 0), DRIVER, "")
+    assert "CUDA_VISIBLE_DEVICES" in found.wrong
+    assert "unset" in found.fix
+
+
+def test_faults_of_settings_leave_the_rest_readable() -> None:
+    found, flags, environ = faults_of({"SIE_BUNDLE": "b"}, {"SIE_GPU_COUNT": "-1", "SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"})
+    assert [(each.wrong.partition(":")[0].partition(" ")[0]) for each in found] == ["SIE_GPU_COUNT", "SIE_POOOL"]
+    assert found[1].fix.startswith("did you mean SIE_POOL?")
+    assert (flags, environ) == ({"SIE_BUNDLE": "b"}, {"SIE_POOL": "p", "SIE_POOOL": "q", "PATH": "x"})
+
+
+def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None:
+    found, flags, environ = faults_of({"SIE_HEARTBEAT_TIMEOUT_MS": "10"}, {"SIE_ADAPTIVE_MAX_QUANTUM_MS": "1", "SIE_POOL": "p"})
+    assert sorted(each.wrong.partition(":")[0] for each in found) == ["SIE_ADAPTIVE_MIN_QUANTUM_MS", "SIE_HEALTH_PUBLISH_INTERVAL_MS"]
+    assert (flags, environ) == ({}, {"SIE_POOL": "p"})
+
+
+def test_the_status_is_that_of_the_worst_report() -> None:
+    fine, absent, blind, wrong = (Report("c", state, "") for state in ("fine", "absent", "blind", "wrong"))  # type: ignore[arg-type]
+    assert status_of([fine, absent]) == FINE
+    assert status_of([fine, blind]) == BLIND
+    assert status_of([blind, wrong, fine]) == WRONG
+
+
+async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def endless(look: Look) -> tuple[str, list[object]]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def blind(look: Look) -> tuple[str, list[object]]:
+        raise Blind("dark")
+
+    async def absent(look: Look) -> tuple[str, list[object]]:
+        raise Absent("none")
+
+    monkeypatch.setattr(command, "CHECK_S", 0.05)
+    monkeypatch.setattr(command, "CHECKS", {"endless": endless, "blind": blind, "absent": absent})
+    reports = await command.examined({"SIE_GATEWAY_URL": "http://127.0.0.1:9"}, {}, tmp_path)
+    assert [(each.check, each.state) for each in reports[1:]] == [("endless", "blind"), ("blind", "blind"), ("absent", "absent")]
+
+
+async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is no socket" in (await ask_socket(tmp_path / "file")).wrong
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+        await writer.drain()
+        writer.close()
+
+    path = tmp_path / "other.sock"
+    mask = os.umask(0o177)
+    try:
+        server = await asyncio.start_unix_server(other, path)
+    finally:
+        os.umask(mask)
+    async with server:
+        found = await ask_socket(path)
+    assert "does not speak protocol" in found.wrong
+    assert found.fix

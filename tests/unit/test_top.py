@@ -1,0 +1,242 @@
+"""`sie top`: a frame in terminals of many sizes, and life with a real terminal, a pipe and a gateway that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from cluster import until
+from rich.console import Console
+from websockets.sync.server import Server, ServerConnection, serve
+
+from sie_cli.embedded import free_port
+from sie_cli.main import main
+from sie_cli.top import Frame, View, WorkerRow, lanes_of, picture
+
+SIE = str(Path(sys.executable).with_name("sie"))
+SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
+
+
+def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
+    """As a gateway sends it. The last worker is not healthy, where there are two."""
+    rows = [
+        {
+            "name": f"worker-{number}", "url": None, "gpu": "l4", "gpu_count": 1, "pool": "_default", "bundle": "default",
+            "loaded_models": ["m"], "queue_depth": queued, "memory_used_bytes": 8 << 30, "memory_total_bytes": 24 << 30,
+            "healthy": number + 1 < workers or workers == 1, "bundle_config_hash": "e:1", "device": "cuda:0",
+        }
+        for number in range(workers)
+    ]  # fmt: skip
+    names = [
+        {"name": f"organisation/model-{number}", "state": "loaded" if number % 2 else "available", "worker_count": number % 2,
+         "gpu_types": ["l4"], "total_queue_depth": number}
+        for number in range(models)
+    ]  # fmt: skip
+    sums = {"worker_count": max(1, workers - 1), "gpu_count": workers, "models_loaded": models // 2, "total_qps": 12.345}
+    return {"timestamp": time.time(), "version": "0.1.0", "cluster": sums, "workers": rows, "models": names}
+
+
+def drawn(width: int, height: int, told: dict[str, Any] | None, *, age_s: float = 0.0, colours: bool = False) -> list[str]:
+    view = View("http://gateway:8080")
+    if told is not None:
+        view.take(msgspec.convert(told, Frame), 100.0)
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=colours, legacy_windows=False, highlight=False)
+    console.print(picture(view, width, height, 100.0 + age_s))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 69, 70, 99, 100, 120, 250])
+@pytest.mark.parametrize("height", [5, 24, 60])
+def test_no_line_is_wider_than_the_terminal_and_all_parts_are_there(width: int, height: int) -> None:
+    lines = drawn(width, height, frame(workers=40, models=300, queued=7))
+    assert all(len(line) <= width for line in lines), lines
+    assert len(lines) <= max(height, 20) or width < 30, len(lines)  # a smaller terminal shows the upper part
+    text = "\n".join(lines)
+    assert all(title in text for title in ("LANE", "WORKER", "MODEL", "STATE"))
+    if width >= 30:
+        assert re.search(r"_defau\S* +39 of 40 +280\n", text), "no number is cut"
+        assert re.search(r"organ\S* +loaded +299\b", text)
+
+
+def test_the_figures_of_a_frame_are_shown() -> None:
+    text = "\n".join(drawn(120, 40, frame(models=5, queued=3)))
+    assert "2 GPUs  2 of 5 models loaded  6 queued  12.3 req/s" in text
+    assert re.search(r"_default\.l4\.default +1 of 2 +6\n", text)
+    first, second = (line for line in text.splitlines() if line.startswith("worker-"))
+    assert first.startswith("worker-1"), "what is not well comes first"
+    assert "not ready" in first
+    assert re.search(r"worker-0 +ready +3 +1 +cuda:0 +███░░░░░░░ +33% of 24.0 GiB", second)
+    shown = re.findall(r"organisation/model-\d", text)
+    assert shown == [f"organisation/model-{number}" for number in (4, 3, 2, 1)], "by queue; one that nobody asks for is only counted"
+    assert "1 other models" in text
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    lines = drawn(100, 24, frame(workers=40, models=300))
+    rests = [int(found[1].replace(",", "")) for line in lines if (found := re.match(r"  ([\d,]+) (more|other models)", line))]
+    shown = sum(line.startswith("worker-") for line in lines), sum(line.startswith("organisation/") for line in lines)
+    assert (shown[0] + rests[0], shown[1] + rests[1]) == (40, 300)
+    assert min(shown) > 0
+
+
+@pytest.mark.parametrize(("age_s", "state"), [(0.0, "live"), (2.0, "live"), (10.0, "no answer for 10 s, trying again")])
+def test_an_old_picture_says_that_it_is_old(age_s: float, state: str) -> None:
+    assert drawn(100, 24, frame(), age_s=age_s)[0] == f"sie top  {state}  http://gateway:8080  version 0.1.0"
+
+
+def test_without_a_frame_it_is_connecting() -> None:
+    assert drawn(100, 24, None) == ["sie top  connecting  http://gateway:8080"]
+
+
+def test_names_are_no_markup_and_no_control_of_the_terminal() -> None:
+    told = frame(workers=1, models=0)
+    told["workers"][0]["name"] = "[red]a\x1b[2Jb"
+    lines = drawn(100, 24, told, colours=True)
+    assert any("[red]a?[2Jb" in line for line in lines), lines
+    assert not any("\x1b[2J" in line for line in lines)
+
+
+def test_lanes_are_sums_over_their_workers() -> None:
+    rows = [
+        WorkerRow("a", "l4", "p", "b", True, queue_depth=2), WorkerRow("c", "l4", "p", "b", False, queue_depth=3),
+        WorkerRow("d", "a100", "p", "b", True), WorkerRow("http://w", "", "", "", False),
+    ]  # fmt: skip
+    assert lanes_of(rows) == [("(not known)", 0, 1, 0), ("p.a100.b", 1, 1, 0), ("p.l4.b", 1, 2, 5)]
+
+
+# ---- with a gateway, of which only its websocket is there
+
+
+@contextlib.contextmanager
+def gateway(port: int, told: dict[str, Any]) -> Iterator[Server]:
+    """Sends a frame at once and then ten each second, until it is shut down."""
+    over = threading.Event()
+
+    def show(connection: ServerConnection) -> None:
+        with contextlib.suppress(Exception):  # the other side went
+            while True:
+                connection.send(json.dumps(told))
+                if over.wait(0.1):
+                    return
+
+    with serve(show, "127.0.0.1", port) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield server
+        finally:
+            over.set()
+            server.shutdown()
+            serving.join(30)
+
+
+class Terminal:
+    """`sie top` in a pseudo terminal of 24 lines of 80 columns."""
+
+    def __init__(self, *args: str) -> None:
+        self.parent, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        environ = {**os.environ, "TERM": "xterm-256color"}
+        self.process = subprocess.Popen([SIE, "top", *args], stdin=child, stdout=child, stderr=child, env=environ, start_new_session=True)
+        os.close(child)
+        self.said = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # EIO: the other side has ended
+            while data := os.read(self.parent, 65536):
+                self.said += data.decode(errors="replace")
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.parent, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            self._reader.join(30)
+            os.close(self.parent)
+
+
+def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> None:
+    port = free_port()
+    with gateway(port, frame()):
+        terminal = Terminal("--gateway", f"http://127.0.0.1:{port}")
+        try:
+            until(lambda: "live" in terminal.said and "worker-1" in terminal.said, 30, "a picture")
+        except AssertionError:
+            terminal.end(signal.SIGKILL)
+            raise
+    try:
+        until(lambda: "trying again" in terminal.said, 30, "it says that the gateway is away")
+        with gateway(port, frame(models=9)):
+            until(lambda: "4 of 9 models" in terminal.said, 30, "the gateway's next picture")
+            terminal.resize(50)
+            until(lambda: "4 of 9 models" in terminal.said, 30, "the next picture")
+    finally:
+        status = terminal.end(signal.SIGINT)
+    assert status == 0
+    assert terminal.said.startswith(SHOWN) or SHOWN in terminal.said
+    after = terminal.said[terminal.said.rindex(LEFT) :]
+    assert HIDDEN in terminal.said
+    assert "\x1b[?25h" in terminal.said[terminal.said.rindex(HIDDEN) :], "the cursor is shown again"
+    assert "worker-" not in after
+    assert "Traceback" not in terminal.said
+
+
+def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
+    port = free_port()
+    with gateway(port, frame()):
+        process = subprocess.Popen([SIE, "top", "--gateway", f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with process.stdout, process.stderr:
+            heads = 0
+            while heads < 2:
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                heads += line.startswith(b"sie top")
+                assert b"\x1b" not in line
+            process.stdout.close()
+            assert process.wait(30) == 0
+            assert process.stderr.read() == b""
+
+
+def test_once_is_one_picture() -> None:
+    port = free_port()
+    with gateway(port, frame()):
+        found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
+    assert found.exit_code == 0, found.output
+    assert found.stdout.count("sie top") == 1
+    assert "\x1b" not in found.stdout
+
+
+def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
+    port = free_port()
+    found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
+    assert found.exit_code == 2
+    assert "error:" in found.stderr
+    assert str(port) in found.stderr
