@@ -1,5 +1,6 @@
 # make serve   the whole cluster on this machine        make test         what CI runs first
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
+# make docs    the site in build/site
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
 
-.PHONY: install serve test test-system test-long lint bench bench-queue chaos clean
+.PHONY: install serve test test-system test-long lint docs bench bench-queue chaos clean
 
 install: $(VENV)/.installed
 
@@ -25,10 +26,10 @@ serve: install
 AGAIN := --reruns 1 --reruns-delay 2 -rR
 FOLDERS := tests/system tests/contract tests/unit tests/simulation tests/parity tests/chart
 
-# two at a time, each worker taking from the other what that has not begun; then what must have the machine to itself.
+# three at a time, since most wait for something, each worker taking from another what that has not begun; then what must have the machine to itself.
 # What fails is tried once more and named in the summary: a machine that is busy elsewhere for seconds breaks the time that a test has
 test: install lint
-	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal $(AGAIN) $(FOLDERS) -m 'not serial and not debian and not long' $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist worksteal $(AGAIN) $(FOLDERS) -m 'not serial and not debian and not long' $(ARGS)
 	$(PYTEST) $(AGAIN) $(FOLDERS) -m 'serial and not debian and not long' $(ARGS)
 
 test-system: install
@@ -47,6 +48,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: install
+	set -e; for page in api errors metrics settings; do $(BIN)/python tests/$${page}_page.py; done
+	$(BIN)/mkdocs build --strict
+
 bench: install
 	$(BIN)/python bench/overhead.py
 
@@ -59,4 +64,4 @@ chaos: install
 	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .venv-upgrade dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

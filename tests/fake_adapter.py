@@ -86,6 +86,7 @@ class FakeAdapter:
         self.digests: dict[str, str] = {}  # of the files of a LoRA
         self.releases: list[str] = []
         self.batches: list[ipc.RunBatch] = []
+        self.described: tuple[ipc.RanBatch, ...] | None = None  # as an adapter with SIE_INSTRUMENTATION does
         self.pings: list[float] = []
         self.connections = 0  # accepted since the start
         self.running = 0
@@ -193,8 +194,9 @@ class FakeAdapter:
                 return ipc.Pong(os.getpid(), batches=len(self.batches))
             case ipc.Describe():
                 return ipc.Description(
-                    ipc.PROTOCOL, os.getpid(), self.device, "fake", self.lanes, self.gpu, 1 << 20, 1 << 30, tuple(self.loaded.values())
-                )
+                    ipc.PROTOCOL, os.getpid(), self.device, "fake", self.lanes, self.gpu, 1 << 20, 1 << 30, tuple(self.loaded.values()),
+                    batches=self.described,
+                )  # fmt: skip
             case ipc.Release(model):
                 self.loaded.pop(model, None)
                 self.loras.pop(model, None)

@@ -27,6 +27,7 @@ import numpy as np
 import uvloop
 from fake_adapter import TOKENIZER, WIDTH, ids_of
 
+import sie_contracts
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue, fingerprint, parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
@@ -127,7 +128,8 @@ class Adapter:
                 models = tuple(self.loaded.values())
                 used = BESIDE_BYTES + sum(model.memory_bytes for model in models)
                 lanes = len(self.device.free_s)
-                return ipc.Description(ipc.PROTOCOL, os.getpid(), "clock", "fixed-cost", lanes, "", used, self.total_bytes, models)
+                version = sie_contracts.__version__
+                return ipc.Description(ipc.PROTOCOL, os.getpid(), "clock", version, lanes, "", used, self.total_bytes, models)
             case ipc.Release(model):
                 self.loaded.pop(model, None)
             case ipc.ApplyConfig(model, None):
@@ -245,6 +247,7 @@ def main() -> None:
     adapter = Adapter(
         device, load_s=options.load_s, deadly=options.deadly, slots=options.slots, load_s_of=load_s_of, width=options.width
     )
+    os.umask(0o177)  # of the socket
     uvloop.run(serve(options.socket, adapter))
 
 

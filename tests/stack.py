@@ -295,7 +295,7 @@ class Stack:
             file = folder / "server.conf"
             file.write_text("\n".join(lines) + "\n")
             # a node of a cluster answers 200 once it knows a leader and has caught up
-            ready = _answers(f"http://127.0.0.1:{monitors + number}/healthz")
+            ready = answers(f"http://127.0.0.1:{monitors + number}/healthz")
             self.brokers.append(Part("broker", f"broker {number}", [binary(), "-c", str(file)], os.environ, ready))
         self.monitor_urls = [f"http://127.0.0.1:{monitors + number}" for number in range(count)]
         return ",".join(f"nats://127.0.0.1:{clients + number}" for number in range(count))
@@ -308,7 +308,7 @@ class Stack:
         self.config_url = f"http://127.0.0.1:{port}"
         environ = self._environ(SIE_NATS_URL=self.broker_urls, SIE_MODELS_DIR=str(self._models), SIE_STREAM_REPLICAS=self._replicas)
         argv = self._sie("config", "--port", str(port))
-        return Part("config", "config", argv, environ, _answers(f"{self.config_url}/readyz"))
+        return Part("config", "config", argv, environ, answers(f"{self.config_url}/readyz"))
 
     @property
     def _replicas(self) -> str:
@@ -320,7 +320,7 @@ class Stack:
             SIE_NATS_URL=self.broker_urls, SIE_CONFIG_SERVICE_URL=self.config_url, SIE_STREAM_REPLICAS=self._replicas,
             SIE_GATEWAY_METRICS_PORT=str(metrics), SIE_GATEWAY_HEALTH_MODE="nats",
         )  # fmt: skip
-        ready = _answers(f"http://127.0.0.1:{metrics}/readyz")
+        ready = answers(f"http://127.0.0.1:{metrics}/readyz")
         self.urls.append(f"http://127.0.0.1:{port}")
         self.metrics_urls.append(f"http://127.0.0.1:{metrics}")
         self.gateways.append(Part("gateway", f"gateway {number}", self._sie("gateway", "--port", str(port)), environ, ready))
@@ -334,7 +334,7 @@ class Stack:
             "SIE_IPC_SOCKET_PATH": str(path), "SIE_WORKER_ID": f"w{number}", "SIE_BUNDLE": bundle, "SIE_GATEWAY_URL": ",".join(self.urls),
             **({"SIE_PRELOAD_MODELS": preload} if plan.preload else {}),
         }  # fmt: skip
-        sidecar_ready = _answers(f"http://127.0.0.1:{metrics}/readyz")
+        sidecar_ready = answers(f"http://127.0.0.1:{metrics}/readyz")
         sidecar = Part("sidecar", f"sidecar {number}", self._sie("sidecar", "--host", "127.0.0.1"), self._environ(**own), sidecar_ready)
         if device is None:
             argv, environ = self._sie("adapter", "--no-spare"), self._environ(SIE_IPC_SOCKET_PATH=str(path))
@@ -357,7 +357,7 @@ def listens(path: Path) -> bool:
     return False
 
 
-def _answers(url: str) -> Callable[[], bool]:
+def answers(url: str) -> Callable[[], bool]:
     def ready() -> bool:
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(url, timeout=2, trust_env=False).status_code == 200

@@ -17,6 +17,7 @@ from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, lora_failed
 from sie_adapter.frontier import Frontier, frontier_key
+from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
@@ -68,7 +69,10 @@ class Engine:
         self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324 texts/s, two processes
         # 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on texts of 8 tokens
+        self._instrumentation = Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         self.lanes = Lanes(devices.usable_cores() if self.device.type == "cpu" else 1, self.execute)
+        if self._instrumentation is not None:
+            self.lanes.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)
 
     def _load(self, resolved: Resolved) -> Any:
@@ -157,6 +161,7 @@ class Engine:
             utilization_percent=self._use.percent(),
             threshold_percent=self._settings.memory_pressure_threshold_percent,
             shortages=self.remedies.all(),
+            batches=self._instrumentation.batches() if self._instrumentation else None,
         )
 
     def stop(self, timeout_s: float) -> bool:

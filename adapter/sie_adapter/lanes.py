@@ -31,12 +31,14 @@ class Job:
     message: RunBatch
     answer: Callable[[Reply], None]
     finished: threading.Event = field(default_factory=threading.Event)
+    made_ns: int = field(default_factory=time.time_ns)
 
 
 class Lanes:
     """`count` threads that run `execute`, which answers a batch and does not raise. Owns them until `stop`."""
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
+        self.listeners: list[Callable[[Job, Reply, int, int], None]] = []  # hear of what was answered, with the ns since 1970 of its run
         self._execute = execute
         self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -102,6 +104,7 @@ class Lanes:
         return True
 
     def _serve(self, lane: int, job: Job) -> None:
+        ran: tuple[Reply, int, int] | None = None
         try:
             if self._stopping.is_set():
                 job.answer(Refused(ShuttingDown("the adapter is stopping").info(), job.message.batch))
@@ -109,11 +112,14 @@ class Lanes:
             self._busy_since[lane] = time.monotonic()
             job.answer(BatchStarted(job.message.batch))
             failpoint("adapter.batch_started")
+            began_ns = time.time_ns()
             answer = self._execute(job.message)
+            ended_ns = time.time_ns()
             self._busy_since[lane] = 0.0
             self._batches[lane] += 1
             failpoint("adapter.batch_ran")
             job.answer(answer)
+            ran = answer, began_ns, ended_ns
         except Exception:
             # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with it
             _logger.exception("a lane failed")
@@ -121,6 +127,13 @@ class Lanes:
         finally:
             self._busy_since[lane] = 0.0
             job.finished.set()
+        if ran is None:
+            return
+        for listener in self.listeners:
+            try:
+                listener(job, *ran)
+            except Exception:  # who listens must not end the lane
+                _logger.exception("batch %s is not told of", job.message.batch)
 
 
 def _refuse(job: Job) -> None:

@@ -8,6 +8,7 @@ Importing this module is cheap: torch and the model code are imported inside `ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -18,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from sie_adapter import dependencies, forkserver
+from sie_adapter import dependencies, forkserver, spans
+from sie_contracts.runtime import tracing
 from sie_contracts.settings import Settings
 
 _logger = logging.getLogger("sie.adapter")
@@ -74,7 +76,10 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
     from sie_adapter.engine import Engine
     from sie_adapter.server import Server
 
+    tracer = tracing.start(settings.tracing, "adapter")
     engine = Engine(settings)
+    if tracer is not None:
+        engine.lanes.listeners.append(functools.partial(spans.ran, tracer))
     server = Server(listener, engine, lambda: _wake(waker, _DRAIN))
     _logger.info("adapter ready on %s, pid %d", path, os.getpid())
     server.serve(wake)
@@ -84,6 +89,8 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
     if not engine.stop(DRAIN_S):
         _logger.warning("a batch still ran after %g s", DRAIN_S)
     server.close()
+    if tracer is not None:
+        tracer.close()
     _logger.info("adapter stopped")
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, Gauge
 from starlette.exceptions import HTTPException
 
 import sie_contracts
 from sie_config.access import Gate
 from sie_config.documents import Document, read
+from sie_config.metrics import Metrics
 from sie_config.mirror import Held, bundles_of
 from sie_config.store import CatalogueStore, digest_of
 from sie_config.workers import Workers
@@ -37,7 +38,11 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, uuid7
+from sie_contracts.runtime.tracing import begin_request, end_request
 from sie_contracts.settings import Settings
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Tracer
 
 MOST_BODY_BYTES = 1 << 20
 BODY_S = 30.0
@@ -45,6 +50,7 @@ MOST_KEY_CHARS = 255
 MOST_REQUEST_ID = 128
 WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
 _MODELS = "/v1/configs/models"
+_POLLED = ("/v1/configs/epoch", "/v1/configs/export")  # by every gateway and worker, and not traced
 _logger = logging.getLogger("sie.config")
 
 
@@ -56,8 +62,8 @@ class ConfigService:
         self.writer: Writer | None = None
         self.workers = Workers(WORKER_TIMEOUT_S)
         self.gate = Gate(settings)
-        self.registry = CollectorRegistry()
-        self.models = Gauge("sie_config_models", "Models in the catalogue", registry=self.registry)
+        self.tracer: Tracer | None = None
+        self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore) -> None:
         """The catalogue is there."""
@@ -95,7 +101,7 @@ def create_app(service: ConfigService) -> App:
     _writes(app, service)
     for kind in (SIEError, BrokerError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
-    inner = probes(service.not_ready, service.registry)
+    inner = probes(service.not_ready, service.metrics.registry)
 
     async def edge(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,30 +109,37 @@ def create_app(service: ConfigService) -> App:
         if not scope["path"].startswith(("/v1/", "/docs", "/openapi.json")):
             await inner(scope, receive, send)
             return
+        received_s, path = time.perf_counter(), scope["path"]
         request_id = scope["sie.request_id"] = uuid7()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
         client_id = given if 0 < len(given) <= MOST_REQUEST_ID and given.isascii() and given.isprintable() else request_id
-        begun = False
+        status = 0  # none yet
+        tracer = None if path in _POLLED else service.tracer
+        _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
 
         async def tagged(message: Any) -> None:
-            nonlocal begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                begun = True
+                status = message["status"]
                 own = {"x-sie-request-id": request_id, "x-request-id": client_id, "x-sie-version": sie_contracts.__version__}
+                if span is not None and span.trace_id is not None:
+                    own["x-trace-id"] = span.trace_id
                 message["headers"] = [*message.get("headers", ()), *((name.encode(), value.encode()) for name, value in own.items())]
             await send(message)
 
         try:
-            path = scope["path"]
             if path.startswith("/v1/"):
                 service.gate.check(scope["method"], path, headers.get("authorization", ""))
                 if ".." in path.split("/"):
                     raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
             await app({**scope, "path": path.removesuffix("/")}, receive, tagged)  # one final slash says nothing
         except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
-            if not begun:
+            if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
+        service.metrics.answered(scope["path"], scope["method"], status, time.perf_counter() - received_s)
+        if span is not None:
+            end_request(span, "configs", status)
 
     return edge
 
@@ -190,9 +203,7 @@ def _reads(app: FastAPI, service: ConfigService) -> None:
 
     @app.get("/v1/configs/export", summary="The whole catalogue at one epoch")
     async def export() -> Response:
-        exported = await service.require().exported()
-        service.models.set(len((await service.require().snapshot()).live))
-        return Response(exported, media_type=configs.JSON)
+        return Response(await service.require().exported(), media_type=configs.JSON)
 
 
 def _writes(app: FastAPI, service: ConfigService) -> None:

@@ -145,6 +145,11 @@ class Mirror:
         self._now = Snapshot()
         self._read = 0  # the bucket's revision up to which it was read
 
+    @property
+    def last(self) -> Snapshot | None:
+        """As it was read last, without asking; None before that and while all of it is to be read again."""
+        return self._now if self._now.epoch else None
+
     async def snapshot(self) -> Snapshot:
         """All as the broker's leader has it now. Raises BrokerError, NotReady."""
         async with self._lock:

@@ -13,6 +13,7 @@ from sie_config.reload import Reload, tell_broken, warn_of_others
 from sie_config.store import CatalogueStore, open_store
 from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.errors import NotReady, ValidationFailed
+from sie_contracts.runtime import tracing
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.http import HttpServer
 from sie_contracts.runtime.keys import Keys
@@ -51,7 +52,9 @@ async def prepare(settings: Settings, broker: Broker) -> Prepared:
 
 async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listening: Callable[[int], None] | None = None) -> int:
     """Serve until `stop`. Raises SettingError."""
+    tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
+    service.tracer = tracer
     server = HttpServer(create_app(service), host, port, setting="--port")
     await server.start()
     _logger.info("config service listening on %s:%d", host, server.port)
@@ -78,4 +81,6 @@ async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listen
     finally:
         await tasks.cancel()
         await server.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 1 if tasks.failed else 0

@@ -135,6 +135,11 @@ class CatalogueStore:
         """All models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
+    @property
+    def last_read(self) -> Snapshot | None:
+        """What was read last, without asking the broker."""
+        return self._mirror.last
+
     async def bundles(self) -> dict[str, Bundle]:
         """All bundles, by id."""
         return dict((await self.snapshot()).bundles)

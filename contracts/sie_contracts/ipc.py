@@ -116,13 +116,16 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rows `start` to `stop` of a batch: those of one work item, which are answered as its `options` say.
 
-    Outputs never split a batch. `inputs` is the number of outcomes that are due for it, -1 one for each row.
+    Outputs never split a batch. `inputs` is the number of outcomes that are due for it, -1 one for each row. `traceparent` and
+    `tracestate`: of the work item, where it is traced.
     """
 
     start: int
     stop: int
     options: RunOptions = RunOptions()
     inputs: int = -1
+    traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def due(self) -> int:
@@ -136,7 +139,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     point of each token, -1 for a special one. `given`: int32 [rows], how many vectors of `vectors` (float32, all of one width) stand in
     the place of a row, which then has no ids; -1 none; both empty if no row has any. `pooling` empty means the model's own. Two work items
     share a batch only if model, revision, operation, pooling and LoRA are equal. `fingerprint`: of the loaded copy that it was made for;
-    a copy with another one refuses it as not loaded. Empty: any.
+    a copy with another one refuses it as not loaded. Empty: any. `traceparent` and `tracestate`: of the batch.
     """
 
     batch: str
@@ -154,6 +157,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     given: bytes = b""
     vectors: bytes = b""
     fingerprint: str = ""
+    tracestate: str = ""
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -208,10 +212,40 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
     batch_splits: int = 0
 
 
+class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A batch that the adapter ran, in sizes and times alone.
+
+    `number` counts the batches of this process, from 1. `ended` is wall time, seconds since the epoch. `rows` are what the device reads, of
+    `inputs` of `items` work items; `tokens` is their cost without what a model fills them up with, `longest` that of one row, `attention`
+    the sum of squared lengths. `wait_ms`: in this process, before a lane took it. `padding`, `inference_ms` and `postprocess_ms` as of
+    BatchDone. `failed` inputs have an error as their outcome, all of them where the whole batch was refused. `memory_bytes` of the device
+    are in use after it.
+    """
+
+    number: int
+    ended: float
+    model: str
+    operation: Operation
+    rows: int
+    inputs: int
+    items: int
+    tokens: int
+    longest: int
+    attention: int
+    wait_ms: float
+    lora: bool = False
+    failed: int = 0
+    padding: int = 0
+    inference_ms: float = 0.0
+    postprocess_ms: float = 0.0
+    memory_bytes: int = 0
+
+
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The process and its device. `utilization_percent`: how busy the device is, whoever uses it; None where nothing measures it.
 
-    `threshold_percent` of its memory is where models begin to go.
+    `threshold_percent` of its memory is where models begin to go. `batches` are the last ones, the newest at the end; None unless the
+    adapter was told to keep them.
     """
 
     protocol: int
@@ -226,6 +260,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     utilization_percent: float | None = None
     threshold_percent: float = 0.0
     shortages: tuple[Shortages, ...] = ()
+    batches: tuple[RanBatch, ...] | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -104,7 +104,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `first` is the position of `inputs[0]` in the request, `query` what they are scored against. `reply` is the gateway's inbox; a result
     is sent there as a request and counts as delivered only when confirmed. `budget_ms` counts from the broker's timestamp of the message.
     A chunk that no message can hold has its inputs and query in the payload store under `payload`, and `count` says how many there are.
-    `endpoint` is the route's name in the worker's metrics; empty, that of the operation.
+    `endpoint` is the route's name in the worker's metrics; empty, that of the operation. `traceparent` and `tracestate`: of its request.
     """
 
     request: str
@@ -127,6 +127,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     payload: str = ""
     count: int = 0
     endpoint: str = ""
+    tracestate: str = ""
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):

@@ -260,6 +260,18 @@ def _pool(text: str) -> str:
     return pool_name(text)
 
 
+@dataclass(frozen=True)
+class Tracing:
+    """What spans are made from, and where they go. `rate` is that of the sampler traceidratio."""
+
+    enabled: bool
+    service_name: str
+    exporter: str
+    endpoint: str
+    sampler: str
+    rate: float
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Settings:
     """The settings of one process, read once. Field order is the order in which they are shown. Neither `repr` nor `str` holds a secret."""
@@ -346,18 +358,18 @@ class Settings:
     preload_models: tuple[str, ...] | None = _row(None, "SIE_PRELOAD_MODELS", "sidecar", LIST, "Models loaded before the worker is ready. An unknown name is a start error.")
     # logs and traces
     log_json: bool = _row(False, "SIE_LOG_JSON", "all", BOOL, "One JSON object per log line.")
-    tracing_enabled: bool = _row(False, "SIE_TRACING_ENABLED", "all", BOOL, "OpenTelemetry tracing.", waits_for="tracing")
-    otel_service_name: str = _row("sie-server", "OTEL_SERVICE_NAME", "all", TEXT, "Service name in traces.", waits_for="tracing")
-    otel_traces_exporter: str = _row("otlp", "OTEL_TRACES_EXPORTER", "all", _choice("otlp", "console", "none"), "Span exporter.", waits_for="tracing")
-    otel_exporter_otlp_endpoint: str = _row("http://localhost:4317", "OTEL_EXPORTER_OTLP_ENDPOINT", "all", HTTP, "Collector address, gRPC.", waits_for="tracing")
-    otel_traces_sampler: str = _row("always_on", "OTEL_TRACES_SAMPLER", "all", _choice("always_on", "always_off", "traceidratio", "parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio"), "Sampling strategy.", waits_for="tracing")
-    otel_traces_sampler_arg: float = _row(1.0, "OTEL_TRACES_SAMPLER_ARG", "all", _number(0, 1), "Sampling rate of traceidratio.", waits_for="tracing")
+    tracing_enabled: bool = _row(False, "SIE_TRACING_ENABLED", "all", BOOL, "OpenTelemetry tracing of requests, from HTTP to the forward pass.")
+    otel_service_name: str = _row("sie-server", "OTEL_SERVICE_NAME", "all", TEXT, "Service name in traces.")
+    otel_traces_exporter: str = _row("otlp", "OTEL_TRACES_EXPORTER", "all", _choice("otlp", "console", "none"), "Span exporter.")
+    otel_exporter_otlp_endpoint: str = _row("http://localhost:4317", "OTEL_EXPORTER_OTLP_ENDPOINT", "all", HTTP, "Collector address, gRPC.")
+    otel_traces_sampler: str = _row("always_on", "OTEL_TRACES_SAMPLER", "all", _choice("always_on", "always_off", "traceidratio", "parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio"), "Sampling strategy.")
+    otel_traces_sampler_arg: float = _row(1.0, "OTEL_TRACES_SAMPLER_ARG", "all", _number(0, 1), "Sampling rate of traceidratio.")
     # engine
     preprocessor_workers: int = _row(4, "SIE_PREPROCESSOR_WORKERS", "sidecar", _whole(1), "Threads that tokenise, shared by all models.")
     image_workers: int = _row(4, "SIE_IMAGE_WORKERS", "adapter", _whole(1), "Threads that prepare images.", waits_for="image models")
     attention_backend: str = _row("auto", "SIE_ATTENTION_BACKEND", "adapter", _choice("auto", "flash_attention_2", "sdpa", "eager"), "Attention implementation; what the device cannot do falls back to sdpa with a warning.")
     default_compute_precision: str = _row("float16", "SIE_DEFAULT_COMPUTE_PRECISION", "adapter", _choice("float16", "bfloat16", "float32"), "Precision of models that do not set their own. A CPU runs 16-bit models in bfloat16 where it has the instructions, else in float32.")
-    instrumentation: bool = _row(False, "SIE_INSTRUMENTATION", "adapter", BOOL, "Detailed batch statistics.", waits_for="instrumentation")
+    instrumentation: bool = _row(False, "SIE_INSTRUMENTATION", "adapter", BOOL, "Sizes, padding, times and memory of the last 100 batches in /ws/status of the worker.")
     max_loras_per_model: int = _row(10, "SIE_MAX_LORAS_PER_MODEL", "adapter", _whole(1), "LoRAs kept per model.")
 
     @property
@@ -373,6 +385,14 @@ class Settings:
     @property
     def cache_folder(self) -> Path:
         return Path(self.local_cache or self.hf_home).expanduser()
+
+    @property
+    def tracing(self) -> Tracing:
+        """All that tracing reads."""
+        return Tracing(
+            self.tracing_enabled, self.otel_service_name, self.otel_traces_exporter, self.otel_exporter_otlp_endpoint,
+            self.otel_traces_sampler, self.otel_traces_sampler_arg,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -29,7 +29,7 @@ from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, reply, uuid7
 from sie_contracts.runtime.keys import Keys
 from sie_contracts.settings import Settings
-from sie_gateway import openapi
+from sie_gateway import openapi, spans
 from sie_gateway.admission import Admission
 from sie_gateway.aliases import alias_info
 from sie_gateway.attach import ClientGone
@@ -42,13 +42,18 @@ from sie_gateway.dialects import Route, find
 from sie_gateway.fleet import Fleet
 from sie_gateway.inference import Inference
 from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
+from sie_gateway.lag import Lag
 from sie_gateway.metrics import Live, Metrics
 from sie_gateway.models import model_info, model_list
 from sie_gateway.pools import Pools
 from sie_gateway.quota import Quotas
+from sie_gateway.request_log import log_request
 from sie_gateway.reserving import pool_routes
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import CONSOLE_POLICY, Status, console
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
 _SCALING = "/v1/scaling/"
@@ -64,7 +69,7 @@ class Gateway:
 
     def __init__(
         self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, inference: Inference, metrics: Metrics,
-        status: Status, scaling: Scaling, admission: Admission, demand: DemandRecords, keys: Keys | None, pools: Pools,
+        status: Status, scaling: Scaling, admission: Admission, demand: DemandRecords, keys: Keys | None, pools: Pools, lag: Lag,
     ) -> None:  # fmt: skip
         """`keys` in mode token, and there alone. Raises SettingError."""
         self.settings = settings
@@ -79,6 +84,8 @@ class Gateway:
         self.demand = demand
         self.keys = keys
         self.pools = pools
+        self.lag = lag
+        self.tracer: Tracer | None = None
         self.gate = Gate(settings, keys)
         self.quotas = Quotas(admission.peers.count)
         self.intake = Intake()
@@ -180,6 +187,7 @@ def error_response(error: Exception, call: Call) -> Response:
     if not isinstance(error, SIEError):
         _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
         error = InternalFailure("the server failed; its log has the details under this request id")
+    call.code = error.code
     headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
@@ -233,6 +241,7 @@ class Edge:
         scope = {**scope, "path": self._root + path, "root_path": self._root}  # as ASGI has it: the path begins with the root path
         call = Call(uuid7(), received_s, headers, path=path, receive=receive, client=(scope.get("client") or ("",))[0])
         scope["sie.call"] = call
+        spans.begin(None if is_socket else self._gateway.tracer, call, scope.get("method", "GET"))
         self._versions.met(headers.get("x-sie-sdk-version", ""))
         status, is_whole = 0, False
 
@@ -300,7 +309,9 @@ class Edge:
     def _common_headers(call: Call) -> list[tuple[bytes, bytes]]:
         given = call.headers.get("x-request-id", "")
         client_id = given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else call.id
+        trace_id = call.span.trace_id if call.span is not None else None
         return [
+            *([(b"x-trace-id", trace_id.encode())] if trace_id else []),
             (b"x-sie-request-id", call.id.encode()),
             (b"x-request-id", client_id.encode()),
             (b"x-sie-version", sie_contracts.__version__.encode()),
@@ -312,13 +323,11 @@ class Edge:
             names = ("models", "health", "pools", "scaling", "configs", "ws")
             endpoint = next((name for name in names if path.startswith((f"/v1/{name}", f"/{name}"))), "other")
         self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
+        spans.end(call, endpoint, status)
         if "endpoint" in call.labels and seconds is not None:
             if status != CLIENT_GONE:
                 self._gateway.admission.peers.answered()
-            _logger.info(
-                "%s %s in %.1f ms", endpoint, status, seconds * 1000,
-                extra={"request_id": call.id, "model": call.labels.get("model"), "latency_ms": round(seconds * 1000, 2)},
-            )  # fmt: skip
+            log_request(call, endpoint, status, seconds)
 
 
 def metrics_app(gateway: Gateway) -> App:

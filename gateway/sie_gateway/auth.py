@@ -58,11 +58,15 @@ def scope_of(method: str, path: str) -> str | None:
 
 @dataclass(frozen=True)
 class Grant:
-    """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need none."""
+    """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need none.
+
+    `name` says in metrics who it is: nothing of a token, nor what one could be guessed by.
+    """
 
     key: str = ""
     scopes: frozenset[str] = frozenset()
     limits: Limits = NO_LIMITS
+    name: str = "anonymous"
 
 
 ANYBODY = Grant()
@@ -83,10 +87,10 @@ class Gate:
         self._clock = clock
         self._reader = settings.config_read_token
         users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]
-        self._static = [(token, _static(token, USER_SCOPES)) for token in users]
+        self._static = [(token, _static(token, USER_SCOPES, f"static-{number}")) for number, token in enumerate(users, 1)]
         self._has_admin = settings.admin_token is not None
         if settings.admin_token is not None:
-            self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES))))
+            self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES), "admin")))
 
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Let the call in or not. The handshake of a websocket is a GET.
@@ -128,7 +132,7 @@ class Gate:
             if known.matches(token):
                 grant = its_grant
         if reads_config and self._reader is not None and self._reader.matches(token):
-            return _static(self._reader, frozenset({scope}))
+            return _static(self._reader, frozenset({scope}), "config-read")
         if grant is None and token and self._keys is not None:
             grant = self._of_key(self._keys, token)
         if grant is not None and scope in grant.scopes:
@@ -148,8 +152,8 @@ class Gate:
         ended = key.ended(self._clock())
         if ended:
             raise Unauthenticated(f"this key {ended}")
-        return Grant(key.id, frozenset(key.scopes), key.limits)
+        return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
 
 
-def _static(token: Secret, scopes: frozenset[str]) -> Grant:
-    return Grant(key_of(token.reveal()), scopes)
+def _static(token: Secret, scopes: frozenset[str], name: str) -> Grant:
+    return Grant(key_of(token.reveal()), scopes, name=name)

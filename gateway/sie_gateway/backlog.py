@@ -81,6 +81,11 @@ class Backlog:
             return None
         return read[2].get(topology.lane_filter(lane, priority).removesuffix(".>"), 0)
 
+    def by_subject(self, pool: str) -> dict[str, int] | None:
+        """Messages of a pool by their subject, without those of which there are none. None while not known."""
+        read = self._read.get(pool)
+        return None if read is None or self._clock() - read[0] > UNKNOWN_S else read[1]
+
     def of_model(self, lane: Lane, priority: Priority, model: str) -> int | None:
         """Messages of one model, by either way it may take. None while not known."""
         read = self._read.get(lane.pool)

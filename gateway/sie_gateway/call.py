@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sie_contracts.catalogue import ModelEntry, Resolved
 from sie_contracts.errors import SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
 from sie_contracts.runtime.http import Body, Receive
+from sie_contracts.trace_context import NONE, Context
 from sie_gateway.auth import ANYBODY, Grant
 from sie_gateway.body import Item
 from sie_gateway.quota import Charge
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Span
+    from sie_gateway.finished import Finished
 
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
 """The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family reads them."""
@@ -41,6 +46,10 @@ class Call:
     client: str = ""  # its address
     asked: Asked | None = None  # what was understood last
     attempt: int = 0  # how often it began anew because the model's entry changed
+    finished: Finished | None = None  # what ran last
+    code: str = ""  # of the error that it was answered with
+    context: Context = NONE  # of its trace, which its work carries on: our span's, or else its client's
+    span: Span | None = None  # where this gateway traces
 
     @property
     def work_id(self) -> str:

@@ -44,6 +44,7 @@ class Finished:
         self.request = request
         self.publish_ms = 0.0  # until the first messages were stored
         self.last: WorkResult | None = None  # of the chunk that finished last
+        self.told: Mapping[str, float] = {}  # the stages that its reply names
         self._waits_ms: dict[int, float] = {}  # by chunk, from publishing to its result's arrival
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
@@ -80,6 +81,17 @@ class Finished:
                     if outcome.truncated:
                         truncated.append(place)
         return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+
+    @property
+    def device_s(self) -> float:
+        """Seconds at the device: of each batch that a chunk ran in, its share by tokens."""
+        found_ms = 0.0
+        for result in self.worker_results:
+            tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+            if result.batch.tokens and tokens:
+                share = min(1.0, tokens / result.batch.tokens)
+                found_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
+        return found_ms / 1000
 
     @property
     def fingerprint(self) -> str:
@@ -129,9 +141,10 @@ class Finished:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, call: Call) -> dict[str, float]:
-        """Milliseconds by stage, up to now."""
+        """Milliseconds by stage, up to now; kept for the log, which is to say what the client read."""
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
-        return reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=wait_ms, last=self.last)
+        self.told = told = reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=wait_ms, last=self.last)
+        return told
 
     def item_timings(self) -> list[dict[str, float]]:
         """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing for those refused

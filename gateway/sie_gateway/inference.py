@@ -9,7 +9,6 @@ Everything before `publish` refuses at once, in the order of the contract, so no
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies
-from sie_gateway import chunk
+from sie_gateway import chunk, spans
 from sie_gateway.admission import Admission
 from sie_gateway.aliases import route_key
 from sie_gateway.attach import Attachments, ClientGone
@@ -56,7 +55,6 @@ MAX_RESULT_BYTES = 1 << 30
 STORED_CHUNK_BYTES = 8 << 20  # of inputs beside a query that no message holds
 SPARSE_IDS_PER_TOKEN = 32
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Inference:
@@ -149,7 +147,9 @@ class Inference:
             kept = self.away.find(call, raw)
             if kept is not None:
                 call.shape = kept.caller.shape
-                return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
+                answer = await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
+                call.labels.update(kept.caller.labels)
+                return answer
             with self.away.attend(call, raw) as run:
                 run.answer = await self._handled(call, route, raw)
             if run.left:
@@ -158,6 +158,7 @@ class Inference:
         except Provisioning as error:
             if not route.is_native or "x-sie-sdk-version" not in call.headers:
                 raise
+            call.code = error.code
             headers = {"Retry-After": str(error.retry_after_s), "x-should-retry": "true", "X-SIE-Error-Code": error.code}
             return Answer(orjson.dumps(error.extras), "application/json", headers, 202)
 
@@ -221,6 +222,7 @@ class Inference:
         except QueueFull as error:  # the broker's own refusal knows no depth
             error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
+        call.finished = finished
         self.shadows.after(call, finished)
         return finished
 
@@ -328,7 +330,8 @@ class Inference:
                 inputs=tuple(_input(item) for _, item in runnable[piece.start : piece.stop]), options=run,
                 reply=self._inbox.address(call.work_id), budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
                 first=piece.start, profile=resolved.profile, config_revision=revision, priority=request.priority, cost=piece.cost,
-                traceparent=_traceparent(call.headers), query=None if query is None else _input(query), endpoint=endpoint,
+                traceparent=call.context.traceparent, query=None if query is None else _input(query), endpoint=endpoint,
+                tracestate=call.context.tracestate,
             )  # fmt: skip
 
         if request.operation in ("tokenize", "decode"):  # nothing of the device
@@ -369,7 +372,9 @@ class Inference:
         self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
         waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
         finished.take([index for index, _ in runnable], chunks, results, waits_ms)
+        spans.ran(call, published_s, finished.publish_ms, results, waits_ms)
         call.charge.settle(finished.usage["total_tokens"])
+        self._metrics.used(call.grant.name, finished)
         return finished
 
     async def _results(self, call: Call, request: Understood, collector: Collector, deadline_s: float) -> None:
@@ -448,12 +453,6 @@ async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> byte
             return await read()
     except TimeoutError as error:
         raise GatewayTimeout(f"the body was not complete within the budget of {budget_s:g} s", param="body") from error
-
-
-def _traceparent(headers: Mapping[str, str]) -> str:
-    """The W3C trace context of the caller; what is not one is dropped, as the specification asks."""
-    given = headers.get("traceparent", "")
-    return given if len(given) <= 64 and _TRACEPARENT.fullmatch(given) else ""
 
 
 def _unusable(item: Item, request: Understood) -> Failed | None:

@@ -1,82 +1,57 @@
-"""Every metric of the gateway, declared once: `Metrics` what is counted where it happens, `Live` what is read when somebody scrapes."""
+"""The metrics of the gateway: `Metrics` what is counted where it happens, `Live` what is read when somebody scrapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_contracts.runtime.metrics import Names, counter, epoch_number, gauge
+from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway
+    from sie_gateway.finished import Finished
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 _OPERATIONS = ("encode", "score", "extract")
+_VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged")
 
 
 class Metrics:
     """A series whose labels are known from the start is there from the start: what is absent cannot raise an alert."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("sie_gateway_requests", "Requests answered", ["endpoint", "status", "machine_profile"], registry=registry)
-        self.latency = Histogram(
-            "sie_gateway_request_latency_seconds", "Head received to reply ready", ["endpoint", "machine_profile"], buckets=_SECONDS,
-            registry=registry,
-        )  # fmt: skip
+        make = Maker("gateway")
+        self.registry = make.registry
+        self.requests = make.counters("sie_gateway_requests")
+        self.latency = make.histograms("sie_gateway_request_latency_seconds")
         self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}  # looking one up costs more than counting
-        self.rejected = Counter(
-            "sie_gateway_rejected_requests", "Refused before queueing", ["machine_profile", "bundle", "reason"], registry=registry
-        )
-        self.publish = Histogram(
-            "sie_gateway_queue_publish_seconds", "Publish to broker ack", ["operation"], buckets=_SECONDS, registry=registry
-        )
-        self.result_wait = Histogram(
-            "sie_gateway_queue_result_wait_seconds", "Publish to last result", ["operation"], buckets=_SECONDS, registry=registry
-        )
+        self.rejected = make.counters("sie_gateway_rejected_requests")
+        self.key_tokens = make.counters("sie_gateway_key_tokens")
+        self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
+        self.publish = make.histograms("sie_gateway_queue_publish_seconds")
+        self.result_wait = make.histograms("sie_gateway_queue_result_wait_seconds")
         for operation in _OPERATIONS:
             self.publish.labels(operation)
             self.result_wait.labels(operation)
-        self.ack_failures = Counter(
-            "sie_gateway_queue_ack_failures", "Publishes that the broker refused or did not acknowledge, each attempt", registry=registry
-        )
-        self.outcomes = Counter("sie_gateway_outcomes", "Chunk results by what became of them", ["verdict"], registry=registry)
-        self.inbox_dropped = Counter("sie_gateway_inbox_dropped", "Results dropped unread: the inbox was full", registry=registry)
-        self.payload_offloads = Counter(
-            "sie_gateway_queue_payload_offloads", "Chunks whose inputs went through the payload store", registry=registry
-        )
-        self.deliveries = Histogram(
-            "sie_gateway_chunk_deliveries", "Deliveries that a chunk took", buckets=(1, 2, 3, 4, 5, 10), registry=registry
-        )
-        self.provisioning = Counter(
-            "sie_gateway_provisioning_responses", "Requests told to wait for a worker that starts", registry=registry
-        )
-        self.alias_requests = Counter(
-            "sie_gateway_alias_requests", "Answers by alias and the model that gave them", ["alias", "model"], registry=registry
-        )
-        self.shadows = Counter(
-            "sie_gateway_shadows", "Copies of requests for a shadow by what became of them", ["alias", "model", "result"], registry=registry
-        )
-        self.shadow_seconds = Histogram(
-            "sie_gateway_shadow_seconds", "Publish to last result, of what was served and of its copy", ["alias", "model", "side"],
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.shadow_cosine = Histogram(
-            "sie_gateway_shadow_cosine", "Cosine of a dense vector that was served and that of its copy", ["alias", "model"],
-            buckets=_AGREEMENT, registry=registry,
-        )  # fmt: skip
-        self.shadow_rank = Histogram(
-            "sie_gateway_shadow_rank_correlation", "Spearman's correlation of the scores that were served and those of the copy",
-            ["alias", "model"], buckets=_AGREEMENT, registry=registry,
-        )  # fmt: skip
-        self.pool_events = Counter("sie_gateway_pool_events", "What became of reservations", ["event"], registry=registry)
-        self.active_lease_gpus = Gauge("sie_gateway_active_lease_gpus", "GPUs that live reservations ask for", registry=registry)
+        self.ack_failures = make.counter("sie_gateway_queue_ack_failures")
+        self.outcomes = make.counters("sie_gateway_outcomes")
+        for verdict in _VERDICTS:
+            self.outcomes.labels(verdict)
+        self.inbox_dropped = make.counter("sie_gateway_inbox_dropped")
+        self.payload_offloads = make.counter("sie_gateway_queue_payload_offloads")
+        self.deliveries = make.histogram("sie_gateway_chunk_deliveries")
+        self.provisioning = make.counter("sie_gateway_provisioning_responses")
+        self.alias_requests = make.counters("sie_gateway_alias_requests")
+        self.shadows = make.counters("sie_gateway_shadows")
+        self.shadow_seconds = make.histograms("sie_gateway_shadow_seconds")
+        self.shadow_cosine = make.histograms("sie_gateway_shadow_cosine")
+        self.shadow_rank = make.histograms("sie_gateway_shadow_rank_correlation")
+        self.pool_events = make.counters("sie_gateway_pool_events")
+        self.active_lease_gpus = make.gauge("sie_gateway_active_lease_gpus")
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
         """Account for a request, once its answer has left. `endpoint` and `machine_profile` come from fixed sets, never from a client.
@@ -89,7 +64,12 @@ class Metrics:
             self._answered[endpoint, status, machine_profile] = counted
         counted[0].inc()
         if seconds is not None:
-            counted[1].observe(seconds)
+            counted[1].observe(seconds, exemplar())
+
+    def used(self, key: str, finished: Finished) -> None:
+        """Account to a key, by the name that its grant has in metrics, what a request of it used."""
+        self.key_tokens.labels(key).inc(finished.usage["total_tokens"])
+        self.key_device_seconds.labels(key).inc(finished.device_s)
 
 
 class Live(Collector):
@@ -97,48 +77,50 @@ class Live(Collector):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._models = Names()
+        self._scrape = Scrape("gateway")
 
     def collect(self) -> Iterator[Metric]:
-        gateway, status = self._gateway, self._gateway.status
-        yield gauge("sie_gateway_build_info", "1, with the version that runs", {(sie_contracts.__version__,): 1}, ["version"])
+        gateway, status, gauge, counter = self._gateway, self._gateway.status, self._scrape.gauge, self._scrape.counter
+        yield gauge("sie_gateway_build_info", {(sie_contracts.__version__,): 1})
         yield from self._workers()
+        yield from self._queue()
         demand = {(lane.machine_profile, lane.bundle): 1.0 for lane in gateway.demand.pending()}
-        yield gauge("sie_gateway_pending_demand", "1 while demand counts", demand, ["machine_profile", "bundle"])
-        yield gauge("sie_gateway_nats_connected", "1 while the broker is connected", {(): gateway.broker.connected})
-        epoch = {(): epoch_number(gateway.feed.catalogue.epoch)}
-        yield gauge("sie_gateway_config_epoch", "Writes of the catalogue that this gateway has seen", epoch)
-        behind = {(): float(gateway.feed.is_behind)}
-        yield gauge("sie_gateway_config_behind", "1 while the last look at the config service failed: the last catalogue serves", behind)
-        yield counter("sie_gateway_config_deltas", "Config deltas by what became of them", gateway.feed.deltas, ["kind", "result"])
-        yield counter("sie_gateway_dlq_events", "Work given up in all pools, the same at every gateway", {(): status.dead_letters})
-        yield gauge("sie_gateway_websockets", "Websockets that are open", {(): status.looking})
+        yield gauge("sie_gateway_pending_demand", demand)
+        yield gauge("sie_gateway_nats_connected", gateway.broker.connected)
+        yield gauge("sie_gateway_config_epoch", epoch_number(gateway.feed.catalogue.epoch))
+        yield gauge("sie_gateway_config_behind", gateway.feed.is_behind)
+        yield counter("sie_gateway_config_deltas", gateway.feed.deltas)
+        yield counter("sie_gateway_dlq_events", status.dead_letters)
+        yield gauge("sie_gateway_websockets", status.looking)
         inference, admission = gateway.inference, gateway.admission
-        yield gauge("sie_gateway_requests_in_progress", "Requests now in progress", {(): inference.in_progress})
-        unfinished = {(): inference.unfinished_bytes}
-        yield gauge("sie_gateway_unfinished_result_bytes", "Held of results of which parts are missing", unfinished)
-        yield counter("sie_gateway_reattached", "Clients that came back to a run of theirs", {(): inference.away.joined})
-        yield counter("sie_gateway_abandoned", "Runs cancelled because their clients stayed away", {(): inference.away.abandoned})
+        yield gauge("sie_gateway_requests_in_progress", inference.in_progress)
+        yield gauge("sie_gateway_unfinished_result_bytes", inference.unfinished_bytes)
+        yield counter("sie_gateway_reattached", inference.away.joined)
+        yield counter("sie_gateway_abandoned", inference.away.abandoned)
         tokens, items, waiting_bytes = admission.occupied()
-        permits = {("tokens",): tokens, ("messages",): items}
-        yield gauge("sie_gateway_permits_held", "What requests of this gateway have in the queue", permits, ["unit"])
-        yield gauge("sie_gateway_waiting_bytes", "Inputs that wait in this gateway for their turn", {(): waiting_bytes})
-        yield gauge("sie_gateway_gateways", "Gateways that share the windows of keys, this one included", {(): admission.peers.count()})
-        yield gauge("sie_gateway_qps", "Inference requests that all gateways answer per second", {(): admission.peers.qps()})
+        yield gauge("sie_gateway_permits_held", {("tokens",): tokens, ("messages",): items})
+        yield gauge("sie_gateway_waiting_bytes", waiting_bytes)
+        yield gauge("sie_gateway_gateways", admission.peers.count())
+        yield gauge("sie_gateway_qps", admission.peers.qps())
 
     def _workers(self) -> Iterator[Metric]:
+        gauge = self._scrape.gauge
         seen = self._gateway.status.workers()
         infos = [each.info for each in seen]
         healthy = sum(info.healthy for info in infos)
-        by_health = {("healthy",): healthy, ("unhealthy",): len(infos) - healthy}
-        yield gauge("sie_gateway_workers", "Workers by health", by_health, ["status"])
-        depth = {(info.name,): info.queue_depth for info in infos}
-        yield gauge("sie_gateway_worker_queue_depth", "Work items that a worker holds", depth, ["worker"])
-        memory = {(info.name,): info.memory_used_bytes for info in infos}
-        yield gauge("sie_gateway_worker_memory_used_bytes", "Device memory in use at a worker", memory, ["worker"])
+        yield gauge("sie_gateway_workers", {("healthy",): healthy, ("unhealthy",): len(infos) - healthy})
+        yield gauge("sie_gateway_worker_queue_depth", {(info.name,): info.queue_depth for info in infos})
+        yield gauge("sie_gateway_worker_memory_used_bytes", {(info.name,): info.memory_used_bytes for info in infos})
         hosts: dict[tuple[str, ...], float] = {}
         for info in infos:
             for model in info.loaded_models if info.healthy else ():
-                name = (self._models(model),)
-                hosts[name] = hosts.get(name, 0) + 1
-        yield gauge("sie_gateway_model_workers", "Healthy workers that have a model loaded", hosts, ["model"])
+                hosts[model,] = hosts.get((model,), 0) + 1
+        yield gauge("sie_gateway_model_workers", hosts)
+
+    def _queue(self) -> Iterator[Metric]:
+        lag = self._gateway.lag
+        for name, found in (("queue", lag.lanes()), ("model_queue", lag.models())):
+            messages = {labels: float(waiting.count) for labels, waiting in found.items()}
+            oldest_s = {labels: waiting.oldest_s for labels, waiting in found.items()}
+            yield self._scrape.gauge(f"sie_gateway_{name}_messages", messages)
+            yield self._scrape.gauge(f"sie_gateway_{name}_oldest_seconds", oldest_s)

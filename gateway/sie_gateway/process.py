@@ -12,6 +12,7 @@ from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.payloads import open_store
+from sie_contracts.runtime import tracing
 from sie_contracts.runtime.clock import BrokerClock
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
@@ -28,6 +29,7 @@ from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Inbox
 from sie_gateway.inference import Inference
+from sie_gateway.lag import Lag
 from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_gateway.placement import Ages, Placer
@@ -39,7 +41,7 @@ from sie_gateway.status import Status
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-DRAIN_S = 8.0  # `sie serve` gives 9.5 s, a default grace period 15
+_LATE_S = 1.0  # for the answer of a request whose budget ended
 _SETTINGS = {  # what to blame for a field of the stream that differs
     "storage": "SIE_STREAM_STORAGE", "replicas": "SIE_STREAM_REPLICAS", "max_bytes": "SIE_QUEUE_MAX_BYTES",
     "max_age_s": "SIE_GATEWAY_REQUEST_TIMEOUT",
@@ -56,9 +58,14 @@ async def serve(
     host: str,
     port: int,
     nats_monitor_url: str | None = None,
+    drain_s: float | None = None,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop`, then finish what was accepted. Returns the exit status. Raises SettingError."""
+    """Serve until `stop`, then finish what was accepted, for `drain_s` seconds at most; by default as long as any request may take.
+
+    Returns the exit status. Raises SettingError.
+    """
+    tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
     initial = packaged_catalogue() if source is None else None
     feed = CatalogueFeed(
@@ -89,7 +96,9 @@ async def serve(
     inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, cold)
     status = Status(settings, broker, feed, fleet, admission.peers, pools.own, nats_monitor_url)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
-    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools)
+    lag = Lag(broker, backlog, pools, clock.now_s)
+    gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag)
+    gateway.tracer = tracer
     main = HttpServer(create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol)
     try:
         side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
@@ -97,15 +106,16 @@ async def serve(
         await main.stop()
         raise
     tasks = Tasks(_logger, stop.request)
+    drained = Stop()  # requests in progress need what runs beside them as much as before
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
     await side.start()
     try:
-        tasks.start(feed.run(stop), "catalogue feed")
+        tasks.start(feed.run(drained), "catalogue feed")
         if keys is not None:
-            tasks.start(keys.run(stop), "keys")
+            tasks.start(keys.run(drained), "keys")
         if offload is not None:
-            tasks.start(offload.run(stop), "payload clean-up")
+            tasks.start(offload.run(drained), "payload clean-up")
         await fleet.start()
         await inbox.start()
         await admission.peers.start()
@@ -117,19 +127,20 @@ async def serve(
         loaded.cancel()
         await main.start()
         await owning
-        tasks.start(queue.consumers.run(stop), "consumers")
+        tasks.start(queue.consumers.run(drained), "consumers")
         measuring = tasks.start(clock.run(), "broker clock")
-        tasks.start(backlog.run(stop), "backlog")
-        tasks.start(admission.run(stop), "admission")
-        tasks.start(admission.peers.run(stop), "announcements")
-        tasks.start(demand.run(stop), "demand")
-        tasks.start(placer.run(stop), "placement")
-        tasks.start(pools.run(stop), "pools")
-        tasks.start(status.run(stop), "status")
+        tasks.start(backlog.run(drained), "backlog")
+        tasks.start(lag.run(drained), "age of the queue")
+        tasks.start(admission.run(drained), "admission")
+        tasks.start(admission.peers.run(drained), "announcements")
+        tasks.start(demand.run(drained), "demand")
+        tasks.start(placer.run(drained), "placement")
+        tasks.start(pools.run(drained), "pools")
+        tasks.start(status.run(drained), "status")
         tasks.start(status.sockets.run(stop), "status sockets")
 
         async def on_reconnect() -> None:
-            await retry(queue.reverify, errors=(BrokerError,), stop=stop, logger=_logger, what="verifying the queue after a reconnect")
+            await retry(queue.reverify, errors=(BrokerError,), stop=drained, logger=_logger, what="verifying the queue after a reconnect")
 
         broker.on_reconnect(on_reconnect)
         gateway.started = True
@@ -142,12 +153,13 @@ async def serve(
         await inference.shadows.close()
         _logger.info("gateway draining, %d requests in progress", inference.in_progress)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
+            async with asyncio.timeout(longest_drain_s(settings) if drain_s is None else drain_s):
                 await inference.idle.wait()
         if inference.in_progress:
             inbox.fail_all(ShuttingDown("this gateway is shutting down; another one takes the request"))
     finally:
         stop.request()
+        drained.request()
         if owning is not None and not owning.done():
             owning.cancel()
             await asyncio.gather(owning, return_exceptions=True)
@@ -159,7 +171,14 @@ async def serve(
         await tasks.cancel()
         await queue.close()
         await backlog.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 1 if tasks.failed else 0
+
+
+def longest_drain_s(settings: Settings) -> float:
+    """After this long every request that was accepted has had its answer, seconds."""
+    return settings.gateway_request_timeout + _LATE_S
 
 
 async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, pools: Pools) -> None:
@@ -180,10 +199,12 @@ async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, poo
         raise
 
 
-async def run(settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None) -> int:
+async def run(
+    settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None, drain_s: float | None = None
+) -> int:
     """The gateway against NATS. Raises SettingError."""
     async with connected(settings.nats_url, "sie-gateway", stop) as broker:
         if broker is None:
             return 0
         source = config_source(settings.config_service_url, settings.config_read_token)
-        return await serve(settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url)
+        return await serve(settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s)

@@ -24,7 +24,6 @@ from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SIEError
 from sie_contracts.messages import PRIORITIES, Failed, Heartbeat, Ok
 from sie_contracts.runtime.http import uuid7
-from sie_contracts.runtime.metrics import Names
 from sie_contracts.topology import Lane
 from sie_gateway import reply
 from sie_gateway.admission import Admission
@@ -69,7 +68,6 @@ class Shadows:
         self._paused_s: dict[str, float] = {}  # by model, until when
         self._opening: set[str] = set()  # residencies that a copy is to have loaded
         self._tasks: set[asyncio.Task[None]] = set()
-        self._names = Names()
 
     def after(self, call: Call, finished: Finished) -> None:
         """A request was answered; where it came by an alias it is counted, and copied if its turn has come."""
@@ -82,7 +80,7 @@ class Shadows:
 
     def _after(self, call: Call, asked: Asked, finished: Finished) -> None:
         resolved = finished.request.resolved
-        self._metrics.alias_requests.labels(self._names(resolved.alias), self._names(resolved.canonical)).inc()
+        self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
         alias = self._catalogue().aliases.get(resolved.alias)
         if alias is None or alias.shadow is None or all(isinstance(outcome, Failed) for _, outcome in finished.outcomes):
             return
@@ -164,10 +162,10 @@ class Shadows:
         _logger.warning("%s gets no requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
 
     def _count(self, alias: Alias, model: str, result: Result) -> None:
-        self._metrics.shadows.labels(self._names(alias.id), self._names(model), result).inc()
+        self._metrics.shadows.labels(alias.id, model, result).inc()
 
     def _compare(self, finished: Finished, copied: Finished, alias: Alias, model: str) -> None:
-        names = self._names(alias.id), self._names(model)
+        names = alias.id, model
         for side, each in (("served", finished), ("shadow", copied)):
             self._metrics.shadow_seconds.labels(*names, side).observe(each.waited_ms / 1000)
         for value in cosines(finished, copied):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -18,6 +19,9 @@ from sie_sidecar.hosting import Hosted
 from sie_sidecar.lease import Lease
 from sie_sidecar.poison import Mark
 from sie_sidecar.rows import Row
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Span
 
 
 @dataclass(eq=False)
@@ -51,6 +55,7 @@ class Held:
     payload_bytes: int = 0  # what its inputs take that came from the payload store
     counted: int = 0  # its share of the cost that waits for the device
     coming: bool = False  # hosting does not count it yet
+    span: Span | None = None  # where it is traced
 
     @property
     def is_outdated(self) -> bool:

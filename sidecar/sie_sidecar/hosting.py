@@ -162,6 +162,7 @@ class Hosting:
         self._of_model: dict[str, list[Hosted]] = {}
         self.assigned: Callable[[], frozenset[str] | None] = lambda: None  # models that this worker is a host of; None: not known
         self.on_loaded: Callable[[Hosted], object] = lambda hosted: None
+        self.on_failed: Callable[[Hosted, SIEError], object] = lambda hosted, error: None
         self.on_role: Callable[[Hosted], object] = lambda hosted: None  # it is unloaded, makes room, or need not any more
         self._told: set[str] = set()  # what the adapter believes to be idle
         self._news = asyncio.Event()
@@ -338,6 +339,7 @@ class Hosting:
             extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
             hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
             hosted.state, hosted.failed_s = "failed", self._clock()
+            self.on_failed(hosted, hosted.error)
             _logger.error("%s could not be loaded: %s", hosted.name, error.message, extra={"model": hosted.name})
             raise SIEError.from_info(hosted.error.info()) from error
         finally:

@@ -1,4 +1,4 @@
-"""Every metric of the sidecar, declared once: `Metrics` what is counted where it happens, `Live` what is read when somebody scrapes.
+"""The metrics of the sidecar: `Metrics` what is counted where it happens, `Live` what is read when somebody scrapes.
 
 The adapter has no port: what it counts comes with its description.
 """
@@ -9,69 +9,84 @@ from collections import Counter as Sum
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_contracts.ipc import Description
-from sie_contracts.messages import Failed, WorkResult
-from sie_contracts.runtime.metrics import OTHER, Names, counter, epoch_number, gauge
+from sie_contracts.errors import SIEError
+from sie_contracts.ipc import BatchDone, Description
+from sie_contracts.messages import BatchNote, Failed, WorkResult
+from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
+from sie_contracts.runtime.metrics_table import OOM, OTHER
 
 if TYPE_CHECKING:
     from sie_sidecar.health import Health
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-OOM = ("recoveries_attempted", "recoveries_succeeded", "terminal_failures", "cache_clears", "evictions_triggered", "batch_splits")
-_OUTCOMES = ("taken", "duplicate", "unknown", "cancelled", "late", "changed", "handed_back")
+_OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelled", "late", "changed", "handed_back")
 
 
 class Metrics:
-    """`name` is what a model is called in labels. A series whose labels are known from the start is there from the start."""
+    """A series whose labels are known from the start is there from the start."""
 
     def __init__(self) -> None:
-        self.name = Names()
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("sie_requests", "Chunks answered", ["model", "endpoint", "status"], registry=registry)
-        self.duration = Histogram(
-            "sie_request_duration_seconds", "Time of a chunk", ["model", "endpoint", "phase"], buckets=_SECONDS, registry=registry
-        )
-        self.batch_size = Histogram("sie_batch_size", "Inputs per batch", ["model"], buckets=_COUNTS, registry=registry)
-        self.tokens = Counter("sie_tokens_processed", "Tokens run", ["model"], registry=registry)
-        self.gathered = Histogram("sie_gathered_deliveries", "Deliveries taken from the wire together", buckets=_COUNTS, registry=registry)
-        self.batches = Gauge("sie_batches_in_progress", "Batches sent to the adapter", registry=registry)
-        self.loads = Counter("sie_model_loads", "Loads that ended with a resident model", ["model"], registry=registry)
-        self.deliveries = Counter("sie_deliveries", "Deliveries taken in", ["redelivered"], registry=registry)
-        self.settlements = Counter("sie_settlements", "What became of deliveries", ["outcome"], registry=registry)
-        self.dead_letters = Counter("sie_dead_letters", "Work given up, by whether it was kept", ["result"], registry=registry)
-        for metric, values in ((self.deliveries, ("true", "false")), (self.settlements, _OUTCOMES), (self.dead_letters, ("kept", "lost"))):
+        make = Maker("worker")
+        self.registry = make.registry
+        self.requests = make.counters("sie_requests")
+        self.duration = make.histograms("sie_request_duration_seconds")
+        self.batch_size = make.histograms("sie_batch_size")
+        self.batch_fill = make.histogram("sie_batch_fill_ratio")
+        self.tokens = make.counters("sie_tokens_processed")
+        self.padding = make.counters("sie_padding_tokens")
+        self.device_seconds = make.counters("sie_device_seconds")
+        self.gathered = make.histogram("sie_gathered_deliveries")
+        self.batches = make.gauge("sie_batches_in_progress")
+        self.loads = make.counters("sie_model_loads")
+        self.load_failures = make.counters("sie_model_load_failures")
+        self.certificates = make.counters("sie_certificates")
+        self.deliveries = make.counters("sie_deliveries")
+        self.settlements = make.counters("sie_settlements")
+        self.dead_letters = make.counters("sie_dead_letters")
+        for metric, values in (
+            (self.deliveries, ("true", "false")), (self.settlements, _OUTCOMES), (self.dead_letters, ("kept", "lost")),
+            (self.certificates, ("passed", "failed")),
+        ):  # fmt: skip
             for value in values:
                 metric.labels(value)
-        self.poisoned = Counter("sie_poisoned_inputs", "Inputs refused because they ended two adapters", registry=registry)
-        self.adapter_deaths = Counter("sie_adapter_deaths", "Adapters that went away", registry=registry)
+        self.poisoned = make.counter("sie_poisoned_inputs")
+        self.adapter_deaths = make.counter("sie_adapter_deaths")
 
-    def loaded(self, model: str) -> None:
-        self.loads.labels(self.name(model)).inc()
+    def loaded(self, model: str, *, certified: bool) -> None:
+        self.loads.labels(model).inc()
+        if certified:
+            self.certificates.labels("passed").inc()
 
-    def ran(self, model: str, inputs: int, tokens: int) -> None:
-        """Account for a batch."""
-        name = self.name(model)
-        self.batch_size.labels(name).observe(inputs)
-        self.tokens.labels(name).inc(tokens)
+    def not_loaded(self, model: str, error: SIEError) -> None:
+        """A load failed."""
+        self.load_failures.labels(model).inc()
+        if error.extras.get("error_class") == "CERTIFICATE":
+            self.certificates.labels("failed").inc()
+
+    def ran(self, model: str, note: BatchNote, done: BatchDone, most_tokens: int) -> None:
+        """Account for a batch, which may have `most_tokens`."""
+        self.batch_size.labels(model).observe(note.items)
+        self.batch_fill.observe(note.tokens / most_tokens)
+        self.tokens.labels(model).inc(note.tokens)
+        self.padding.labels(model).inc(done.padding)
+        self.device_seconds.labels(model).inc((done.inference_ms + done.postprocess_ms) / 1000)
 
     def answered(self, model: str, endpoint: str, result: WorkResult) -> None:
         """Account for a chunk, after its result has left."""
-        name = self.name(model) if model != OTHER else OTHER
+        traced = exemplar()
         codes = {outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)}
         status = "success" if not codes else "queue_full" if codes == {"QUEUE_FULL"} else "error"
-        self.requests.labels(name, endpoint, status).inc()
+        self.requests.labels(model, endpoint, status).inc()
         stages = result.stages
         for phase, millis in (
             ("total", stages.worker_ms), ("queue", stages.device_wait_ms), ("tokenize", stages.preprocess_ms),
             ("batch_wait", stages.batch_wait_ms), ("inference", stages.inference_ms), ("postprocess", stages.postprocess_ms),
         ):  # fmt: skip
-            self.duration.labels(name, endpoint, phase).observe(millis / 1000)
+            self.duration.labels(model, endpoint, phase).observe(millis / 1000, traced)
 
 
 class Remedies:
@@ -100,41 +115,44 @@ class Remedies:
 class Live(Collector):
     """What the worker's parts know anyway."""
 
-    def __init__(self, health: Health, metrics: Metrics) -> None:
+    def __init__(self, health: Health) -> None:
         self._health = health
-        self._name = metrics.name
+        self._scrape = Scrape("worker")
 
     def collect(self) -> Iterator[Metric]:
-        health = self._health
-        yield gauge("sie_build_info", "1, with the version that runs", {(sie_contracts.__version__,): 1}, ["version"])
-        yield gauge("sie_ready", "1 while /readyz answers 200", {(): health.not_ready() is None})
-        epoch = {(): epoch_number(health.feed.catalogue.epoch)}
-        yield gauge("sie_config_epoch", "Writes of the catalogue that this worker has seen", epoch)
-        behind = {(): float(health.feed.is_behind)}
-        yield gauge("sie_config_behind", "1 while the last look at the config service failed: the last catalogue serves", behind)
-        yield counter("sie_config_deltas", "Config deltas by what became of them", health.feed.deltas, ["kind", "result"])
+        health, gauge, counter = self._health, self._scrape.gauge, self._scrape.counter
+        yield gauge("sie_build_info", {(sie_contracts.__version__,): 1})
+        yield gauge("sie_ready", health.not_ready() is None)
+        yield gauge("sie_config_epoch", epoch_number(health.feed.catalogue.epoch))
+        yield gauge("sie_config_behind", health.feed.is_behind)
+        yield counter("sie_config_deltas", health.feed.deltas)
+        yield from self._device(health.description)
         worker = health.worker
         all_hosted = worker.hosting.all() if worker else []
         depths: Sum[tuple[str, ...]] = Sum({(OTHER,): worker.depth - sum(hosted.held for hosted in all_hosted)} if worker else {})
         loaded: Sum[tuple[str, ...]] = Sum()
         memory: Sum[tuple[str, ...]] = Sum()
         for hosted in all_hosted:
-            name = self._name(hosted.name)
-            depths[name,] += hosted.held
-            loaded[name, health.device] += hosted.state == "loaded"
-            memory[name,] += hosted.ready.loaded.memory_bytes if hosted.ready else 0
-        yield gauge("sie_queue_depth", "Chunks held and not yet answered", {key: max(0, depth) for key, depth in depths.items()}, ["model"])
-        yield gauge("sie_model_loaded", "1 while the model is resident", loaded, ["model", "device"])
-        yield gauge("sie_model_memory_bytes", "Measured memory of a resident model", memory, ["model"])
-        yield counter("sie_model_swaps", "Models closed to new work for another one's load", {(): worker.hosting.swaps if worker else 0})
-        evictions = worker.hosting.idle_evictions if worker else 0
-        yield counter("sie_idle_evictions", "Models unloaded because nobody used them", {(): evictions})
-        known = {hosted.name for hosted in all_hosted} | health.remedies.models()
+            depths[hosted.name,] += hosted.held
+            loaded[hosted.name, health.device] += hosted.state == "loaded"
+            memory[hosted.name,] += hosted.ready.loaded.memory_bytes if hosted.ready else 0
+        yield gauge("sie_queue_depth", {key: max(0, depth) for key, depth in depths.items()})
+        yield gauge("sie_model_loaded", loaded)
+        yield gauge("sie_model_memory_bytes", memory)
+        yield counter("sie_model_swaps", worker.hosting.swaps if worker else 0)
+        yield counter("sie_idle_evictions", worker.hosting.idle_evictions if worker else 0)
+        known = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
         for remedy in OOM:
-            counts: Sum[tuple[str, ...]] = Sum()
-            for model in sorted(known):
-                counts[self._name(model),] += health.remedies.count(model, remedy)
-            yield counter(f"sie_oom_{remedy}", f"Memory that ran out on the device: {remedy.replace('_', ' ')}", counts, ["model"])
+            yield counter(f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in known})
+
+    def _device(self, description: Description | None) -> Iterator[Metric]:
+        """As the adapter told last. What is not known is absent, never zero."""
+        gauge = self._scrape.gauge
+        yield gauge("sie_device_lanes", description.lanes if description else 0)
+        busy = description.utilization_percent if description else None
+        yield gauge("sie_device_utilization_ratio", {} if busy is None else busy / 100)
+        yield gauge("sie_device_memory_used_bytes", description.memory_used_bytes if description else {})
+        yield gauge("sie_device_memory_total_bytes", description.memory_total_bytes if description else {})
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:

@@ -16,6 +16,7 @@ from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
 from sie_contracts.payloads import open_store
+from sie_contracts.runtime import tracing
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_contracts.runtime.http import HttpServer
@@ -54,6 +55,7 @@ async def serve(
 ) -> int:
     """Serve the lane until `stop`, then drain. Returns the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
+    tracer = tracing.start(settings.tracing, "sidecar", worker_id)
     lane = Lane(settings.pool, settings.profile, settings.bundle)
     metrics = Metrics()
     feed = CatalogueFeed(
@@ -65,7 +67,7 @@ async def serve(
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
     link = AdapterLink(settings.ipc_socket_path, size=settings.pool_size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
     health = Health(settings, broker, lane, worker_id, link, feed)
-    metrics.registry.register(Live(health, metrics))
+    metrics.registry.register(Live(health))
     feed.on_change(health.changed)
     status = Status(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
     http = HttpServer(
@@ -86,6 +88,7 @@ async def serve(
             on_change=health.changed, ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
             store=open_store(settings.payload_store_url),
         )  # fmt: skip
+        worker.tracer = tracer
         admission: Admission | None = None
         following: asyncio.Task[None] | None = None
         if settings.pool_admission_enabled and settings.gateway_url is not None:
@@ -124,6 +127,8 @@ async def serve(
     finally:
         await tasks.cancel()
         await http.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 1 if tasks.failed else 0
 
 

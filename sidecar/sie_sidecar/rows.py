@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, Layout, Rows, RunBatch, Side
 from sie_contracts.messages import Input, Operation, RunOptions, Truncate, Vectors
+from sie_contracts.trace_context import NONE, Context
 from sie_sidecar import cost
 from sie_sidecar.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
@@ -244,22 +245,24 @@ def offsets_of(rows: Sequence[Row]) -> bytes:
 
 
 class Part(NamedTuple):
-    """The rows of one work item that run, and the work they were made from: its inputs are those that run."""
+    """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`: of its trace."""
 
     rows: Sequence[Row]
     work: Work
+    context: Context = NONE
 
 
 def to_batch(
     name: str, model: str, operation: Operation, layout: Layout, parts: Sequence[Part], *, pooling: str = "", lora: str = "",
-    traceparent: str = "", fingerprint: str = "",
+    context: Context = NONE, fingerprint: str = "",
 ) -> RunBatch:  # fmt: skip
     """The frame of a batch of work items that share a forward pass, for the loaded copy of that fingerprint."""
     rows: list[Row] = []
     groups: list[Group] = []
     texts: list[str] = []
     for part in parts:
-        groups.append(Group(len(rows), len(rows) + len(part.rows), _answered(part.work.options), len(part.work.inputs)))
+        options = _answered(part.work.options)
+        groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
         if layout in ("raw", "spans"):
             texts += reached(texts_of(part.work), part.rows)
         rows += part.rows
@@ -269,7 +272,7 @@ def to_batch(
     counts = np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes() if given else b""
     return RunBatch(
         name, model, operation, lengths.tobytes(), ids, tuple(groups), types_of(rows), tuple(texts), offsets_of(rows), pooling, lora,
-        traceparent, counts, b"".join(vectors.data for vectors in given), fingerprint,
+        context.traceparent, counts, b"".join(vectors.data for vectors in given), fingerprint, context.tracestate,
     )  # fmt: skip
 
 

@@ -88,6 +88,8 @@ class Status:
         worker, health = self._health.worker, self._health
         hosted = {each.name: each for each in worker.hosting.all()} if worker else {}
         counters, histograms = self._summed
+        ran = health.description.batches if health.description else None
+        batches = {} if ran is None else {"batches": [msgspec.structs.asdict(batch) for batch in ran]}
         return msgspec.json.encode({
             "timestamp": time.time(), "ready": health.not_ready() is None, "name": self._id, "machine_profile": self._lane.machine_profile,
             "pool_name": worker.lane.pool if worker else self._lane.pool, "gpu_count": self._settings.gpu_count,
@@ -96,6 +98,7 @@ class Status:
             "max_batch_requests": self._limits.requests,
             "server": {**self._server, "uptime_seconds": round(time.monotonic() - self._started_s, 3)},
             "gpus": self._devices(), "models": self._models(worker, hosted), "counters": counters, "histograms": histograms,
+            **batches,
         }).decode()  # fmt: skip
 
     def _devices(self) -> list[dict[str, Any]]:

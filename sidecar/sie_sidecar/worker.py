@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,10 +33,12 @@ from sie_contracts.runtime.clock import BrokerClock
 from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Tasks
+from sie_contracts.runtime.tracing import set_current
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
+from sie_contracts.trace_context import Context
 from sie_sidecar import batch as batches
-from sie_sidecar import recording
+from sie_sidecar import recording, spans
 from sie_sidecar import rows as rowing
 from sie_sidecar.assignment import Assignment, Role
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting
@@ -55,6 +57,9 @@ from sie_sidecar.rate import Rate
 from sie_sidecar.rows import Part, Work
 from sie_sidecar.settlement import Settlement
 from sie_sidecar.trial import Trials
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Span, Tracer
 
 HAND_BACK_DELAY_S = 0.5
 LATE_S = 0.25  # beyond what is known of the broker's clock
@@ -80,6 +85,7 @@ class Worker:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
+        self.tracer: Tracer | None = None
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
         broker_s = self.broker_clock.now_s
         self._ledger = open_ledger(ledger, broker_s) if ledger else None
@@ -87,6 +93,7 @@ class Worker:
         self.hosting = Hosting(link, clock, on_change, settings.swap_after_ms / 1000)
         self._loras = Loras(link, clock)
         self.hosting.on_loaded = self._on_loaded
+        self.hosting.on_failed = lambda hosted, error: metrics.not_loaded(hosted.name, error)
         self.hosting.on_role = lambda hosted: self.pulling.refill_all()
         self._settlement = Settlement(broker, self.leases, metrics, clock)
         self._marks = Marks(broker, worker_id, broker_s)
@@ -250,7 +257,8 @@ class Worker:
             self._work.start(self._bury(lease, InternalFailure("not a work item", reason="undecodable")), "bury")
             return
         pulling.estimate(delivery.consumer, item.cost)
-        held = Held(lease, item, now_s, now_s + self._left_s(delivery, item), coming=True)
+        span = spans.of_work(self.tracer, delivery, item)
+        held = Held(lease, item, now_s, now_s + self._left_s(delivery, item), coming=True, span=span)
         self._coming[item.model] += 1
         self._count(held, max(1, item.cost))
         self.preparing.add(held)
@@ -315,7 +323,7 @@ class Worker:
             self.answer_all(group, changed())
 
     def _on_loaded(self, hosted: Hosted) -> None:
-        self._metrics.loaded(hosted.name)
+        self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))
         self.pulling.refill_all()
         self._work.start(self._loras.preload(hosted), "loras")
 
@@ -408,6 +416,7 @@ class Worker:
         self._metrics.batches.set(self._sent)
         self.rate.sent(sealed_s)
         started, ran = False, 0
+        span = spans.of_batch(self.tracer, jobs)
 
         def on_started() -> None:
             nonlocal started
@@ -418,7 +427,7 @@ class Worker:
 
         self._batch_number += 1
         try:
-            frame, note = self._frame(batch, f"{self._id}-{self._batch_number}")
+            frame, note = self._frame(batch, f"{self._id}-{self._batch_number}", span)
             done = await self._link.run_batch(frame, on_started)
             ran = batch.cost
             recording.ran(batch, note, done, self._lanes)
@@ -441,6 +450,10 @@ class Worker:
             _logger.exception("a batch failed")
             self.answer_all(jobs, InternalFailure("the worker failed while running the batch"))
         finally:
+            if span is not None:
+                if not ran:
+                    span.fail("BATCH_NOT_RUN")
+                span.end()
             self.rate.ended(ran, self._clock())
             self._left_device()
         return True
@@ -522,21 +535,27 @@ class Worker:
         self._wake.set()
 
     @staticmethod
-    def _frame(batch: Batch[Held], name: str) -> tuple[ipc.RunBatch, BatchNote]:
-        """The batch as the adapter reads it, and what is told of it."""
+    def _frame(batch: Batch[Held], name: str, span: Span | None = None) -> tuple[ipc.RunBatch, BatchNote]:
+        """The batch as the adapter reads it, and what is told of it. `span`: its own, without one it belongs to its first work item."""
         parts = []
         for job in batch.jobs:
             item = job.work.item
             run, chosen = runnable(job.work)
-            parts.append(Part(run, Work([item.inputs[index] for index in chosen], item.query, item.options)))
+            work = Work([item.inputs[index] for index in chosen], item.query, item.options)
+            parts.append(Part(run, work, spans.context_of(job.work)))
         first, key = batch.jobs[0].work, batch.key
         ready = first.hosted.ready if first.hosted is not None else None
+        above = span or first.span
+        context = above.context if above is not None else Context(first.item.traceparent, first.item.tracestate)
         frame = rowing.to_batch(
             name, key.residency, first.item.operation, first.layout, parts, pooling=key.pooling, lora=key.lora,
-            traceparent=first.item.traceparent, fingerprint=ready.loaded.fingerprint if ready is not None else "",
+            context=context, fingerprint=ready.loaded.fingerprint if ready is not None else "",
         )  # fmt: skip
         attention = sum(len(row.ids) ** 2 for part in parts for row in part.rows)
-        return frame, BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
+        note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
+        if span is not None:
+            spans.sealed(span, note, key.residency)
+        return frame, note
 
     def _on_gone(self, jobs: list[Held], *, suspects: bool) -> None:
         """The adapter went away with this batch. If the device had it, its inputs are suspects: from now on each runs alone."""
@@ -598,7 +617,7 @@ class Worker:
             self._settle(held, merge(held, outcomes), block, done, note)
         if hosted is not None:
             hosted.filled(note.tokens / self._limits.cost)
-            self._metrics.ran(hosted.name, note.items, note.tokens)
+            self._metrics.ran(hosted.name, note, done, self._limits.cost)
 
     def answer_all(self, group: list[Held], error: SIEError) -> None:
         """The same error for every input."""
@@ -620,6 +639,7 @@ class Worker:
         item, hosted, now_s = held.item, held.hosted, self._clock()
         self._count(held, 0)
         stages = stages_of(held, now_s, done)
+        spans.settled(held, stages, outcomes, note.id if note else "")
         batch = msgspec.structs.replace(
             note or BatchNote(), deliveries=held.lease.delivery.delivered, padding=done.padding if done else 0,
             swapped=hosted.swapped if hosted else False,
@@ -632,6 +652,7 @@ class Worker:
         self._work.start(self._answer(held, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, held: Held, result: WorkResult, name: str) -> None:
+        set_current(Context(held.item.traceparent, held.item.tracestate))
         try:
             await self._settlement.answer(held.lease, held.item, result, held.deadline_s, self._burial(held))
         finally:
@@ -659,6 +680,8 @@ class Worker:
         self._let_go(held)
 
     def _let_go(self, held: Held) -> None:
+        if held.span is not None:
+            held.span.end()
         self._in_hand.pop(held.lease, None)
         self.known(held)
         if self.preparing.fetching is not None:

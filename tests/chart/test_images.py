@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.metadata
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helm import CHART, containers, rendered
+from inprocess import InProcess
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -30,7 +32,9 @@ PROCESSES = {
 }  # fmt: skip
 MOST_BYTES = {"gateway": 150_000_000, "config": 150_000_000, "sidecar": 170_000_000}
 OWN = ("contracts", "gateway", "sidecar", "adapter", "config_service", "sdk", "cli", "catalog")
-_LEFT_OUT = re.compile(r"/numpy/.*\btests/")
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+_LEFT_OUT = re.compile(r"/numpy/(.*\btests|f2py|distutils)/")
+SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
@@ -71,6 +75,7 @@ def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> Non
     assert command[:2] == ["python", "-ISc"]
     compile(command[2], image, "exec")
     assert "ADD" not in words
+    assert [rest for word, rest in found if word == "COPY"] == ["--from=build /opt/sie /opt/sie"], "nothing else reaches the image"
 
 
 def test_health_checks_ask_what_processes_answer() -> None:
@@ -81,6 +86,58 @@ def test_health_checks_ask_what_processes_answer() -> None:
         assert "/healthz" in check
         assert str(port) in check
         assert port in {each["containerPort"] for each in ports[container]}
+
+
+async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp_path: Path) -> None:
+    """As the image runs them: no environment but the one variable, Python alone."""
+
+    async def passes(image: str, **environ: str) -> bool:
+        _, *arguments = json.loads(dict(last_stage(image))["HEALTHCHECK"].partition("CMD ")[2])
+        found = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environ, stderr=asyncio.subprocess.DEVNULL)
+        return await asyncio.wait_for(found.wait(), 60) == 0
+
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway()
+        adapter = await cluster.adapter()
+        sidecar = await cluster.sidecar(adapter)
+        checks = [
+            ("gateway", {"SIE_GATEWAY_METRICS_PORT": str(gateway.settings.gateway_metrics_port)}),
+            ("sidecar", {"SIE_WORKER_METRICS_PORT": str(sidecar.settings.worker_metrics_port)}),
+            ("adapter-cpu", {"SIE_IPC_SOCKET_PATH": adapter.path}), ("adapter-cuda", {"SIE_IPC_SOCKET_PATH": adapter.path}),
+        ]  # fmt: skip
+        assert [await passes(image, **environ) for image, environ in checks] == [True] * 4
+    assert [await passes(image, **environ) for image, environ in checks] == [False] * 4
+
+
+def test_all_that_compose_names_is_there() -> None:
+    """Files, volumes, services, and hosts of addresses; a variable of the user's has a default."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    compose = yaml.safe_load(text)
+    services = compose["services"]
+    assert all(":-" in variable for variable in re.findall(r"\$\{([^}]*)\}", text))
+    for service in services.values():
+        assert "build" in service or re.search(r":v?\d+\.\d+", service["image"]), "a version that stays"
+        assert set(service.get("depends_on", ())) <= services.keys()
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
+        told = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
+        assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", told)) <= services.keys()
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "for this machine alone"
+
+
+def test_spans_go_where_the_collector_of_compose_listens() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    (mounted,) = services["collector"]["volumes"]
+    assert services["collector"]["command"][-1] == mounted.split(":")[1]
+    config = yaml.safe_load((ROOT / mounted.partition(":")[0]).read_text())
+    port = config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
+    for name in ("gateway", "config", "sidecar", "adapter"):
+        environ = services[name]["environment"]
+        assert (environ["SIE_TRACING_ENABLED"], environ["OTEL_EXPORTER_OTLP_ENDPOINT"]) == ("true", f"http://collector:{port}")
+    for pipeline in config["service"]["pipelines"].values():
+        for kind, names in pipeline.items():
+            assert set(names) <= config[kind].keys()
 
 
 def test_compose_builds_and_scrapes_what_there_is() -> None:
@@ -116,7 +173,7 @@ def test_the_install_steps_name_extras_that_exist() -> None:
         (own,) = [word for word in installed(image) if word.startswith(".")]
         extras = set(own[2:-1].split(","))
         assert extras <= project["optional-dependencies"].keys()
-        assert "cli" in extras
+        assert {"cli", "tracing"} <= extras
         pinned = [word for word in installed(image) if not word.startswith(".")]
         assert all("==" in word for word in pinned)
     torch = next(each for each in project["optional-dependencies"]["adapter"] if each.startswith("torch"))
@@ -162,7 +219,7 @@ def test_the_small_images_are_small_and_without_torch(image: str) -> None:
     assert not names & {"torch", "transformers", "gliner"}
     files = [path for name in names for path in files_of(name) if not _LEFT_OUT.search(path.as_posix())]
     files += [path for folder in OWN for path in (ROOT / folder).rglob("*") if path.is_file()]
-    assert 100_000_000 < sum(path.stat().st_size for path in files) < MOST_BYTES[image]
+    assert 100_000_000 < sum(path.stat().st_size for path in files) < MOST_BYTES[image] + SYMBOLS_BYTES
 
 
 _BLOCKED = """
@@ -172,7 +229,7 @@ allowed, argv, module = set(sys.argv[1].split(",")), sys.argv[2].split(), sys.ar
 owners = importlib.metadata.packages_distributions()
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("numpy.") and ".tests" in name:
+        if name.startswith("numpy.") and {"tests", "f2py", "distutils"} & set(name.split(".")):
             raise ModuleNotFoundError(f"{name} is removed", name=name)
         found = owners.get(name.partition(".")[0])
         if found and not allowed & {canonicalize_name(each) for each in found}:
@@ -215,14 +272,23 @@ def test_the_install_steps_work_in_an_empty_environment(image: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     told = subprocess.run([opt / "bin" / "sie", image.partition("-")[0], "--help"], env=environ, capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
+    imported = [opt / "bin" / "python", "-c", f"import {PROCESSES[image.partition('-')[0]]}, sie_contracts.runtime.spans"]
+    done = subprocess.run(imported, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     site = Path(sysconfig.get_path("purelib", vars={"base": str(opt), "platbase": str(opt)}))
     names = {path.name for path in site.iterdir()}
     assert {"sie_contracts", "sie_cli"} <= names
     assert (site / "sie_contracts" / "catalog" / "bundles" / "default.yaml").is_file()
+    assert not (tmp_path / ".cache").exists()
+    own = [path.relative_to(site) for name in names if name.startswith("sie_") for path in (site / name).rglob("*")]
+    assert not [path for path in own if {"tests", "bench"} & set(path.parts) or path.name == "conftest.py"]
+    assert {path.parts[0] for path in own if path.suffix == ".py"} == {Path(each).name for each in PACKAGES}
     if image not in SLIM:
         assert {"torch", "transformers", "gliner", "gliclass"} <= names
         return
-    assert not names & {"torch", "transformers", "pip", "setuptools"}
+    assert not names & {"torch", "transformers", "pip", "setuptools", "pytest"}
+    assert not [name for name in names if name.startswith(("nvidia", "triton"))]
+    assert not [*site.glob("numpy/**/tests")]
     assert sum(path.stat().st_size for path in opt.rglob("*") if path.is_file() and not path.is_symlink()) < MOST_BYTES[image]
 
 

@@ -1,18 +1,23 @@
-"""ServiceMonitors, the PrometheusRule and dashboards: their fields, and that every name in a query is one that a process exports."""
+"""ServiceMonitors, the PrometheusRule and dashboards: their fields, their queries against the table of metrics, and alerts that fire."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import promql_parser as promql
 import pytest
+import yaml
 from helm import CHART, FILES, of_kind, pod, rendered, workloads
-from inprocess import InProcess
-from prometheus_client.parser import text_string_to_metric_families
+from monitoring import panels, parts_of, rule_tests, rules, spec
+
+from sie_contracts.runtime.metrics_table import every
+
+ROOT = Path(__file__).parents[2]
 
 ON = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "everything.yaml")
 
@@ -54,21 +59,15 @@ def test_what_nobody_asked_for_is_not_there() -> None:
         assert all("dashboard" not in name for name in of_kind("ConfigMap", rendered(file)))
 
 
-def rules() -> list[dict[str, Any]]:
-    spec = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
-    assert spec.keys() == {"groups"}
-    return [rule for group in spec["groups"] for rule in group["rules"]]
-
-
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    assert spec().keys() == {"groups"}
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names) > 8
     for rule in rules():
         assert rule.keys() - {"for"} == {"alert", "expr", "labels", "annotations"}
         assert rule["labels"]["severity"] in ("critical", "warning")
-        assert rule["annotations"].keys() == {"summary", "description"}
-        assert "$GATEWAY" not in rule["expr"]
-        assert "$WORKER" not in rule["expr"]
+        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+        assert "$" not in rule["expr"]
 
 
 def test_alerts_of_a_release_ask_for_no_other_one() -> None:
@@ -101,39 +100,76 @@ def test_dashboards_are_whole() -> None:
         assert all(target["expr"] for panel in each["panels"] for target in panel["targets"])
 
 
-def queries() -> list[str]:
-    shown = [target["expr"] for _, each in dashboards() for panel in each["panels"] for target in panel["targets"]]
-    return [rule["expr"] for rule in rules()] + shown
+ADDED = {"namespace", "service", "pod", "job", "instance"}  # by Prometheus, to every series
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as found:
-        yield found
+def test_every_name_and_label_in_a_query_is_of_the_table() -> None:
+    """B1, B8: parsed as Prometheus does it."""
+    for query in [rule["expr"] for rule in rules()] + [expression for _, expression in panels()]:
+        check(query)
 
 
-async def test_every_name_and_label_in_a_query_is_exported(cluster: InProcess) -> None:
-    """B1: by a gateway and a worker that have answered a request and refused one. Labels that Prometheus adds are not asked for here."""
-    gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
-    assert (await gateway.encode("x")).status_code == 200
-    exported: dict[str, set[str]] = {}
-    declared = set()
-    for process in (gateway, sidecar):
-        for family in text_string_to_metric_families((await process.get("/metrics")).text):
-            endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
-            declared |= {family.name + ending for ending in endings}
-            for sample in family.samples:
-                exported.setdefault(sample.name, set()).update(sample.labels)
-    added = {"namespace", "service", "pod", "job", "instance"}
-    for query in queries():
-        for name, selector in re.findall(r"(sie_\w+)(?:\{([^}]*)\})?", query):
-            assert name in declared, f"{name} in {query}"
-            if name in exported:  # those with labels that nothing has happened to yet have no series
-                assert set(re.findall(r"(\w+)=", selector)) - added <= exported[name], query
-        grouped = {label.strip() for found in re.findall(r"by \(([^)]*)\)", query) for label in found.split(",")} - added - {"le"}
-        names = set(re.findall(r"sie_\w+", query))
-        known = functools.reduce(set.union, (exported.get(name, set()) for name in names), set())
-        assert grouped <= known or not names & exported.keys(), query
+def check(query: str) -> None:
+    known = {name: metric for metric in every().values() for name in metric.exported}
+    nodes = list(parts_of(promql.parse(query)))
+    selectors = [node for node in nodes if isinstance(node, promql.VectorSelector)]
+    assert selectors
+    labels = set()
+    for selector in selectors:
+        assert selector.name in known, query
+        own = {*known[selector.name].labels} | ({"le"} if selector.name.endswith("_bucket") else set())
+        assert {matcher.name for matcher in selector.matchers.matchers} <= own | ADDED, query
+        assert {"namespace"} <= {matcher.name for matcher in selector.matchers.matchers}, "of one installation alone"
+        labels |= own
+    for node in nodes:
+        if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
+            assert {*node.modifier.labels} <= labels | ADDED, query
+        if isinstance(node, promql.Call) and node.func.name in ("rate", "increase"):
+            (argument,) = node.args
+            if isinstance(argument, promql.MatrixSelector):
+                assert known[argument.vector_selector.name].kind != "gauge", query
+        if isinstance(node, promql.Call) and node.func.name == "histogram_quantile":
+            assert "_bucket" in query
+
+
+def test_every_alert_has_a_test_that_raises_it_and_one_that_clears_it() -> None:
+    """B1"""
+    cases: dict[str, list[bool]] = {}
+    for each in rule_tests()["tests"]:
+        for case in each.get("alert_rule_test", ()):
+            cases.setdefault(case["alertname"], []).append(bool(case.get("exp_alerts")))
+    assert cases == {rule["alert"]: [False, True, False] for rule in rules()}
+
+
+def test_every_alert_is_in_the_runbook() -> None:
+    """By the place that its annotation names."""
+    headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "runbook.md").read_text("utf-8"), re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    for rule in rules():
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/runbook.md"
+        assert anchor == rule["alert"].lower()
+        assert anchor in anchors, rule["alert"]
+
+
+@pytest.mark.debian
+def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
+    """By Prometheus' own rule tests, on the rules as the chart renders them."""
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
+    texts = {rule["alert"]: rule["annotations"] for rule in rules()}
+    cases = rule_tests()
+    for each in cases["tests"]:
+        for case in each.get("alert_rule_test", ()):
+            for alert in case.get("exp_alerts", ()):
+                labels = alert["exp_labels"]
+                alert["exp_annotations"] = {
+                    name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found, labels=labels: labels[found[1]], text)
+                    for name, text in texts[case["alertname"]].items()
+                }
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(cases), "utf-8")
+    for arguments in (("check", "rules", "rules.yaml"), ("test", "rules", "tests.yaml")):
+        found = subprocess.run(["promtool", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_the_pods_that_are_watched_are_those_that_export() -> None:

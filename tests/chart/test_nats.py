@@ -23,7 +23,7 @@ from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL, free_port
 from sie_config.process import run as run_config
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError, CoreMessage, Write
-from sie_contracts.broker.nats import connect
+from sie_contracts.broker.nats import connect, connection, transport
 from sie_contracts.runtime import keys as records
 from sie_contracts.runtime.feed import config_source
 from sie_contracts.runtime.process import Stop
@@ -341,10 +341,13 @@ FORBIDDEN_TO_PUBLISH = {
     ),
 }  # fmt: skip
 FORBIDDEN_TO_HEAR = {
-    "gateway": ("sie.work.>", "sie.dead.>", "sie.>", ">", "$KV.>", "$JS.API.>"),
-    "config": ("sie.work.>", "sie.result.>", "sie.cancel.*", ">", "$KV.>"),
-    "worker": ("sie.work.>", "sie.result.>", "sie.gateway.*", "sie.health.*", ">", "$KV.>", "sie.dead.>"),
-}
+    "gateway": ("sie.work.>", "sie.dead.>", "sie.>", ">", "$KV.>", "$JS.API.>", "_INBOX.>", "_INBOX.worker.>", "_INBOX.operator.>"),
+    "config": ("sie.work.>", "sie.result.>", "sie.cancel.*", ">", "$KV.>", "_INBOX.>", "_INBOX.worker.>", "_INBOX.*.*.*"),
+    "worker": (
+        "sie.work.>", "sie.result.>", "sie.gateway.*", "sie.health.*", ">", "$KV.>", "sie.dead.>", "_INBOX.>", "_INBOX.gateway.>",
+        "_INBOX.config.*.*",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
@@ -372,3 +375,61 @@ async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer,
         await operator.send("sie.test", b"")
         await until(lambda: "sie.test" in heard, "what the operator says")
     assert set(heard) == {"sie.test"}
+
+
+@pytest.mark.parametrize("user", FORBIDDEN_TO_HEAR)
+async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, user: str) -> None:
+    """X3: a listener on all that it may hear gets neither what the broker answers to the others nor what they answer to each other."""
+    heard: list[str] = []
+    asked: list[str] = []
+
+    async def hear(message: CoreMessage) -> None:
+        heard.append(message.subject)
+
+    async def answer(message: CoreMessage) -> None:
+        asked.append(message.reply)
+        await brokers["gateway"].send(message.reply, b"confirmed")
+
+    async with contextlib.AsyncExitStack() as stack:
+        brokers = {name: await stack.enter_async_context(connected(server, name)) for name in ("gateway", "config", "worker")}
+        listener = await stack.enter_async_context(connected(server, user))
+        for subject in ("_INBOX.*.*", "_INBOX.*.>"):
+            await listener.subscribe(subject, hear)
+        own = f"_INBOX.{user}."
+        await brokers["gateway"].subscribe("sie.result.*.*", answer)
+        assert await brokers["worker"].request("sie.result.a.b", b"", 5) == b"confirmed"
+        for name, bucket in (("gateway", topology.PLACEMENT_BUCKET), ("config", topology.CATALOGUE_BUCKET)):
+            await brokers[name].key_value(bucket)
+        await listener.key_value(topology.KEYS_BUCKET) if user == "config" else await listener.stream_state("KV_sie_placement")
+        await until(lambda: heard, "its own answers, which come behind everything that was sent to it before")
+    assert [subject for subject in heard if not subject.startswith(own)] == []
+    assert [subject.rsplit(".", 2)[0] for subject in asked] == ["_INBOX.worker"]
+
+
+async def test_a_process_whose_inbox_names_no_user_works_on(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the release before, while an upgrade replaces one pod after the other."""
+    monkeypatch.setattr(connection, "inbox_prefix", lambda credentials: "_INBOX")
+    before = len(violations(server))
+
+    async def answer(message: CoreMessage) -> None:
+        await gateway.send(message.reply, b"confirmed")
+
+    async with connected(server, "worker") as older:
+        monkeypatch.undo()
+        async with connected(server, "gateway") as gateway:
+            await gateway.subscribe("sie.result.*.*", answer)
+            await gateway.key_value(topology.PLACEMENT_BUCKET)
+            assert await older.request("sie.result.a.b", b"", 5) == b"confirmed"
+            assert (await older.stream_state(f"KV_{topology.PLACEMENT_BUCKET}")).messages >= 0
+    assert violations(server)[before:] == []
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix"),
+    [
+        ("nats://b:4222", "_INBOX"), ("nats://token@b:4222", "_INBOX"), ("nats://worker:x@b,nats://worker:x@c", "_INBOX.worker"),
+        ("nats://sie.%2A%20%3E%C3%A9:x@b", "_INBOX.sie-----"),
+    ],
+)  # fmt: skip
+def test_an_inbox_is_named_after_its_user(url: str, prefix: str) -> None:
+    assert transport.inbox_prefix(transport.split(url)[1]) == prefix

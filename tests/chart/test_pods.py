@@ -11,7 +11,8 @@ from helm import CHOSEN, FILES, SECRET, container, containers, objects, of_kind,
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
 from sie_cli import main as cli
-from sie_contracts.settings import BY_NAME
+from sie_contracts.settings import BY_NAME, load
+from sie_gateway.process import longest_drain_s
 from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
 
 COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
@@ -60,7 +61,10 @@ def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...])
 def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ...]) -> None:
     """P3: the longest deadline is that of a request; a gateway also waits until load balancers know."""
     gateway = container(found, "sie-gateway", "gateway")
-    longest_s = float(variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"])
+    told = {"SIE_GATEWAY_REQUEST_TIMEOUT": variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"]}
+    longest_s = longest_drain_s(load(environ=told).settings)
+    assert "--drain-s" not in " ".join(gateway["args"])
+    assert longest_s > float(told["SIE_GATEWAY_REQUEST_TIMEOUT"])
     waits_s = float(gateway["lifecycle"]["preStop"]["exec"]["command"][1])
     for name, workload in workloads(found).items():
         if name == "sie-nats":

@@ -14,6 +14,8 @@ import pytest
 from helm import CHOSEN, container, containers, objects, of_kind, rendered, template, variables, workloads
 from inprocess import InProcess, until
 
+from sie_contracts import topology
+
 CLOUDS = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml")
 # Fields of keda.sh/v1alpha1 ScaledObject that are used, as far as KEDA's own schema goes; anything else is a mistake.
 SPEC = {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "cooldownPeriod", "advanced", "triggers"}
@@ -89,6 +91,36 @@ def replicas(answer: httpx.Response, spec: dict[str, Any]) -> int:
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
     async with InProcess(tmp_path) as found:
         yield found
+
+
+@pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
+async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, cluster: InProcess) -> None:
+    """A2, A12: for each ScaledObject, at its own address, place and threshold, without any worker: 1. an empty lane wants none; 2. what
+    waits in its queue wants at least one, of this lane alone; 3. a reservation that no worker has joined yet wants its own on top."""
+    found = rendered(file)
+    told = variables(container(found, "sie-gateway", "gateway"))
+    names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_GATEWAY_HEALTH_MODE")
+    gateway = await cluster.gateway(**{name: told[name] for name in names})
+    specs = scaled(found)
+    assert specs
+
+    async def wanted() -> dict[str, int]:
+        return {name: replicas(await gateway.get(asked(spec)[0]), spec) for name, spec in specs.items()}
+
+    expected = dict.fromkeys(specs, 0)
+    assert await wanted() == expected
+    for number, (name, spec) in enumerate(specs.items()):
+        lane = topology.Lane(*asked(spec)[0].rpartition("/")[2].split("."))
+        # of a gateway that has gone since, so that nothing but the queue tells of it
+        await gateway.broker.publish(topology.work_subject(lane, "bulk", "toy/one"), b"", f"work-{number}")
+        answer = (await gateway.get(asked(spec)[0])).json()
+        assert (answer["ready_workers"], answer["backlog_items"], answer["demand"]) == (0, 1, 0)
+        expected[name] = 1
+        assert await wanted() == expected
+        made = await gateway.client.post("/v1/pools", json={"name": f"team-{number}", "gpus": {lane.machine_profile: 1}})
+        assert made.status_code == 201, made.text
+        expected[name] = 2
+        assert await wanted() == expected
 
 
 async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> None:

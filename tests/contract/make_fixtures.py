@@ -110,6 +110,10 @@ EXAMPLES: dict[str, Any] = {
     ),
     "result-1-payload": WorkResult("01a1f797", 0, "w1", (), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
+    "work-1-traced": WorkItem(
+        request="01a1f797", chunk=0, model="org/model", revision="abc", operation="encode", inputs=(Input("first"),), options=RunOptions(),
+        reply="sie.result.1", budget_ms=30_000, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1",
+    ),
     "work-1-payload": WorkItem(
         request="01a1f797", chunk=0, model="org/model", revision="abc", operation="encode", inputs=(), options=RunOptions(),
         reply="sie.result.1", budget_ms=30_000, payload="ab/abcdef.msgpack", count=3,
@@ -169,6 +173,10 @@ EXAMPLES: dict[str, Any] = {
         "w1-8", "org/model", "score", bytes(8), b"", (Group(0, 2),), given=b"\x02\x00\x00\x00\x00\x00\x00\x00", vectors=_VECTORS.data
     ),
     "ipc2-RunBatch-copy": ipc.RunBatch("w1-9", "org/model", "encode", b"", b"", (), fingerprint="0a1b2c3d4e5f6071"),
+    "ipc2-RunBatch-traced": ipc.RunBatch(
+        "w1-10", "org/model", "encode", bytes(4), b"", (Group(0, 1, traceparent="00-0a-b8-01", tracestate="a=1"),),
+        traceparent="00-0a-b7-01", tracestate="a=1",
+    ),
     "ipc2-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc2-Drain": ipc.Drain(),
     "ipc2-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),
@@ -177,6 +185,10 @@ EXAMPLES: dict[str, Any] = {
     "ipc2-Description-device": ipc.Description(
         2, 4711, "cpu", "0.1.0", utilization_percent=37.5, threshold_percent=85.0,
         shortages=(ipc.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
+    ),
+    "ipc2-Description-batches": ipc.Description(
+        2, 4711, "cpu", "0.1.0",
+        batches=(ipc.RanBatch(7, 1.5e9, "org/model", "encode", 2, 2, 1, 83, 60, 4129, 0.25, True, 1, 13, 1.5, 0.5, 1 << 20),),
     ),
     "ipc2-Ready": ipc.Ready(
         _LOADED, b'{"model": {}}', 512, {"score": Rows("sides", Side(3, 32, 32, False), Side(4, 300))}, 1.25, ("org/other",)

@@ -360,6 +360,30 @@ class StatusDescription(P2Description, tag="Description"):
     shortages: tuple[StatusShortages, ...] = ()
 
 
+class BatchesRan(msgspec.Struct):
+    number: int
+    ended: float
+    model: str
+    operation: str
+    rows: int
+    inputs: int
+    items: int
+    tokens: int
+    longest: int
+    attention: int
+    wait_ms: float
+    lora: bool = False
+    failed: int = 0
+    padding: int = 0
+    inference_ms: float = 0.0
+    postprocess_ms: float = 0.0
+    memory_bytes: int = 0
+
+
+class BatchesDescription(StatusDescription, tag="Description"):
+    batches: tuple[BatchesRan, ...] | None = None
+
+
 class P2Ready(msgspec.Struct, tag="Ready"):
     loaded: P2Loaded
     tokenizer: bytes
@@ -425,6 +449,10 @@ class StatusWork(V1Work, tag="work/1"):
     endpoint: str = ""
 
 
+class TracedWork(V1Work, tag="work/1"):
+    tracestate: str = ""
+
+
 class KindsVectors(msgspec.Struct, array_like=True):
     rows: int
     width: int
@@ -470,6 +498,16 @@ class KindsRunBatch(P2RunBatch, tag="RunBatch"):
 
 class CopyRunBatch(KindsRunBatch, tag="RunBatch"):
     fingerprint: str = ""
+
+
+class TracedGroup(P2Group):
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+class TracedRunBatch(CopyRunBatch, tag="RunBatch"):
+    groups: tuple[TracedGroup, ...]
+    tracestate: str = ""
 
 
 class QueueFragment(msgspec.Struct, tag="fragment/1"):
@@ -636,10 +674,11 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1-payload": QueuePayloadWork, "payload-1": QueuePayload, "result-1-payload": PayloadResult,
     "fragment-1": QueueFragment, "cancel-1": QueueCancel,
     "work-1-kinds": KindsWork, "work-1-rerank": RerankWork, "ipc2-RunBatch-given": KindsRunBatch, "ipc2-Ready-kinds": KindsReady,
+    "work-1-traced": TracedWork, "ipc2-RunBatch-traced": TracedRunBatch,
     "ipc2-RunBatch-copy": CopyRunBatch, "heartbeat-1-fetched": FetchedHeartbeat, "ipc2-Pong-fetching": FetchingPong,
     "heartbeat-1-capacity": QueueHeartbeat, "placement-1": QueuePlacement, "dead-1": QueueDeadLetter,
     "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "gateway-1-qps": StatusGateway, "work-1-endpoint": StatusWork,
-    "ipc2-Description-device": StatusDescription, "demand-1": QueueDemand,
+    "ipc2-Description-device": StatusDescription, "ipc2-Description-batches": BatchesDescription, "demand-1": QueueDemand,
     "heartbeat-1-own-pool": PoolsHeartbeat, "reservations-1": PoolsReservations, "assigned-1": PoolsAssigned,
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
@@ -652,9 +691,10 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
 OLDER_READERS = {
     "work-1-verbs": V1Work, "result-1-verbs": V1Result, "heartbeat-1-certificate": V1Heartbeat, "heartbeat-1-capacity": V1Heartbeat,
     "work-1-payload": VerbsWork, "work-1-kinds": VerbsWork, "work-1-rerank": VerbsWork,
+    "work-1-traced": V1Work, "ipc2-RunBatch-traced": CopyRunBatch,
     "ipc2-RunBatch-copy": P2RunBatch, "heartbeat-1-fetched": V1Heartbeat, "ipc2-Pong-fetching": P2Pong,
     "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
-    "ipc2-Description-device": P2Description,
+    "ipc2-Description-device": P2Description, "ipc2-Description-batches": StatusDescription,
     "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,
     "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
 }  # fmt: skip

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from cluster import MODEL, SIE, Cluster, free_ports, running, until
 from load import Load
+from stack import Device, Plan, Stack
 
 GONE_S = 5.0
 
@@ -126,3 +129,35 @@ def test_serve_outlives_the_reader_of_its_output_and_still_ends_cleanly(tmp_path
         assert cluster.encode(["Hello"]).status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 0
+
+
+async def _in_progress(metrics_url: str) -> int:
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+        text = (await client.get(f"{metrics_url}/metrics")).text
+    found = re.search(r"^sie_gateway_requests_in_progress(?:{.*})? (\S+)$", text, re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("once", "code"), [((), None), (("--drain-s", "1"), "SHUTTING_DOWN")])
+async def test_a_gateway_drains_as_long_as_a_request_may_take(tmp_path: Path, once: tuple[str, ...], code: str | None) -> None:
+    """P3: 1. a request whose batch takes 12 s; 2. SIGTERM: it is answered, then the gateway ends with 0; a shorter drain is one that its
+    supervisor asked for, and refuses it with a code that says to ask elsewhere."""
+    with Stack(tmp_path, Plan(workers=(Device(batch_ms=12_000),))) as stack:
+        (gateway,), (url,) = stack.gateways, stack.urls
+        if once:
+            gateway.stop()
+            gateway.start(*once)
+            gateway.wait_ready()
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+            asking = asyncio.create_task(client.post("/v1/encode/toy/one", json={"items": ["hello"]}))
+            while not await _in_progress(stack.metrics_urls[0]):
+                assert not asking.done(), asking.result().text
+            os.kill(gateway.pid, signal.SIGTERM)
+            answer = await asking
+            if code is None:
+                assert answer.status_code == 200, answer.text
+            else:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        await asyncio.to_thread(until, lambda: gateway.status is not None, 30, "the end of the gateway")
+        assert gateway.status == 0

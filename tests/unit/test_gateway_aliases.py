@@ -296,7 +296,9 @@ class Harness:
         self.shadows.after(Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"asked": asked, **call}), found)
         if settle:
             await until(lambda: not self.shadows._tasks, "the copies to end")
-        samples = [sample for metric in self.metrics.shadows.collect() for sample in metric.samples if sample.name.endswith("_total")]
+        samples = [
+            sample for metric in self.metrics.registry.collect() for sample in metric.samples if sample.name == "sie_gateway_shadows_total"
+        ]  # fmt: skip
         return {sample.labels["result"]: sample.value for sample in samples}
 
 

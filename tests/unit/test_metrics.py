@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, Process
+from metrics_page import PAGE, page
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import sie_contracts
 from sie_contracts import messages, topology
 from sie_contracts.errors import InternalFailure, QueueFull
-from sie_contracts.ipc import Description, Shortages
-from sie_contracts.messages import ConfigDelta, Failed, Ok, WorkResult
-from sie_contracts.runtime.metrics import MOST_MODELS, Names, epoch_number
+from sie_contracts.ipc import BatchDone, Description, Shortages
+from sie_contracts.messages import BatchNote, ConfigDelta, Failed, Ok, WorkResult
+from sie_contracts.runtime.metrics import Fold, Maker, Scrape, epoch_number
+from sie_contracts.runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric, every
+from sie_contracts.runtime.metrics_table import Process as Kind
 from sie_gateway.metrics import Metrics as GatewayMetrics
-from sie_sidecar.metrics import OOM, Metrics, Remedies, of_models
+from sie_sidecar.metrics import Metrics, Remedies, of_models
 
 CANARY = "ZyKanarienvogel"
+CONTRACT = {
+    "sie_gateway_requests_total": ("endpoint", "status", "machine_profile"),
+    "sie_gateway_request_latency_seconds": ("endpoint", "machine_profile"),
+    "sie_gateway_rejected_requests_total": ("machine_profile", "bundle", "reason"),
+    "sie_gateway_provisioning_responses_total": (), "sie_gateway_pending_demand": ("machine_profile", "bundle"),
+    "sie_gateway_active_lease_gpus": (), "sie_gateway_workers": ("status",), "sie_gateway_worker_queue_depth": (),
+    "sie_gateway_worker_memory_used_bytes": (), "sie_gateway_model_workers": ("model",),
+    "sie_gateway_queue_publish_seconds": ("operation",), "sie_gateway_queue_result_wait_seconds": ("operation",),
+    "sie_gateway_queue_payload_offloads_total": (), "sie_gateway_queue_ack_failures_total": (), "sie_gateway_dlq_events_total": (),
+    "sie_gateway_config_epoch": (), "sie_gateway_config_deltas_total": ("kind", "result"), "sie_gateway_nats_connected": (),
+    "sie_gateway_pool_events_total": ("event",), "sie_requests_total": ("model", "endpoint", "status"),
+    "sie_request_duration_seconds": ("model", "endpoint", "phase"), "sie_batch_size": (), "sie_tokens_processed_total": (),
+    "sie_queue_depth": ("model",), "sie_model_loaded": ("model", "device"), "sie_model_memory_bytes": (),
+    **{f"sie_oom_{remedy}_total": ("model",) for remedy in OOM}, "sie_idle_evictions_total": (),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -35,30 +56,110 @@ def result(*codes: str) -> WorkResult:
     return WorkResult("r", 0, "w", tuple(Failed(errors[code].info()) if code else Ok({}) for code in codes))
 
 
-def test_the_first_models_keep_their_names_and_all_others_share_one() -> None:
-    """B4: also the same one again."""
-    names = Names(3)
-    assert [names(name) for name in ("a", "b", "a", "c", "d", "e", "b", "d")] == ["a", "b", "a", "c", "other", "other", "b", "other"]
+def series(registry: CollectorRegistry) -> set[tuple[str, ...]]:
+    return {
+        (sample.name, *(f"{label}={value}" for label, value in sorted(sample.labels.items())))
+        for family in registry.collect() for sample in family.samples
+    }  # fmt: skip
 
 
-def test_thousands_of_models_make_a_bounded_number_of_series() -> None:
-    """B4"""
-    metrics = Metrics()
-    for number in range(2000):
-        model = f"org/model-{number}"
-        metrics.loaded(model)
-        metrics.ran(model, 1, 10)
-        metrics.answered(model, "encode", result(""))
-    series = {
-        (sample.name, *sorted(sample.labels.items())) for family in metrics.registry.collect() for sample in family.samples
-    }
-    models = {sample.labels["model"] for family in metrics.registry.collect() for sample in family.samples if "model" in sample.labels}
-    assert len(models) == MOST_MODELS + 1
-    assert "other" in models
-    assert len(series) < 200 * (MOST_MODELS + 1)
-    counters, histograms = of_models(metrics.registry)
-    assert sum(counters["sie_tokens_processed_total"].values()) == 20_000, "nothing is lost, it is only told together"
-    assert histograms["sie_batch_size"]["other"]["counts"][-1] == 2000 - MOST_MODELS
+def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> None:
+    """B4: also the same one again; and in the last resort all share one."""
+    fold = Fold(Metric("m", "counter", "", ("model", "status"), most=6, rest=3))
+    found = [fold((model, status)) for model in "abcab" for status in "xy"]
+    assert found[:2] == [("a", "x"), ("a", "y")]
+    assert found[2:6] == [("b", "x"), ("other", "y"), ("other", "x"), ("other", "y")]
+    assert found[6:] == [("a", "x"), ("a", "y"), ("b", "x"), ("other", "y")]
+    assert fold(("c", "z")) == ("other", "other")
+    assert fold(("d", "v")) == ("other", "other")
+
+
+def test_labels_of_fixed_sets_all_have_their_place() -> None:
+    fold = Fold(Metric("m", "counter", "", ("status",), most=2))
+    assert [fold((status,)) for status in "abab"] == [("a",), ("b",), ("a",), ("b",)]
+
+
+@pytest.mark.parametrize("process", TABLE)
+def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
+    """B4: by what is declared, and by thousands of values of every label of every metric."""
+    table = TABLE[process]
+    assert sum(metric.series for metric in table.values()) <= MOST_SERIES
+    make, scrape = Maker(process), Scrape(process)
+    random.seed(7)
+    for name, metric in table.items():
+        assert {*metric.labels} <= LABELS.keys(), name
+        made: Any
+        if not metric.labels:
+            continue
+        sets = [tuple(f"{label} {random.randrange(10_000)}" for label in metric.labels) for _ in range(3000)]
+        if metric.kind == "gauge":
+            scrape.gauge(name, dict.fromkeys(sets[:1500], 1))
+            family = scrape.gauge(name, dict.fromkeys(sets, 1))
+            assert sum(sample.value for sample in family.samples) == len(set(sets)), "nothing is lost, it is only told together"
+            assert len(family.samples) <= metric.most + (not FOLDED.intersection(metric.labels))
+        else:
+            made = make.counters(name) if metric.kind == "counter" else make.histograms(name)
+            for values in sets:
+                made.labels(*values).inc() if metric.kind == "counter" else made.labels(*values).observe(1)
+            found = {each for each in series(make.registry) if each[0] in metric.exported}
+            assert len(found) <= metric.series + (not FOLDED.intersection(metric.labels)) * (len(metric.buckets) + 3), name
+
+
+def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
+    scrape, most = Scrape("gateway"), TABLE["gateway"]["sie_gateway_worker_queue_depth"].most
+    for generation in range(5):
+        names = {(f"worker {generation}-{number}",): 1.0 for number in range(most - 1)}
+        family = scrape.gauge("sie_gateway_worker_queue_depth", names)
+        assert {(sample.labels["worker"],) for sample in family.samples} == names.keys()
+
+
+def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
+    """B4: of a worker that ran all of them, and of the gateway that asked for them, for as many keys."""
+    worker, gateway = Metrics(), GatewayMetrics()
+    done, note = BatchDone("b", (), b"", 1.0, padding=2), BatchNote(items=1, tokens=10)
+    for number in range(10_000):
+        model, endpoint = f"org/model-{number}", ("encode", "score", "extract", "embeddings")[number % 4]
+        worker.loaded(model, certified=True)
+        worker.not_loaded(model, InternalFailure("x"))
+        worker.ran(model, note, done, 100)
+        worker.answered(model, endpoint, result(""))
+        gateway.answered(endpoint, (200, 404, 503, 504)[number % 4], f"profile-{number % 50}", 0.1)
+        gateway.rejected.labels(f"profile-{number % 50}", f"bundle-{number}", "window").inc()
+        gateway.key_tokens.labels(f"key-{number}").inc()
+        gateway.shadow_seconds.labels(f"alias-{number}", model, "served").observe(1)
+    for metrics in (worker, gateway):
+        assert 100 < len(series(metrics.registry)) <= MOST_SERIES
+    counters, histograms = of_models(worker.registry)
+    assert sum(counters["sie_tokens_processed_total"].values()) == 100_000, "nothing is lost, it is only told together"
+    assert counters["sie_padding_tokens_total"]["org/model-0"] == 2
+    most = TABLE["worker"]["sie_batch_size"].most
+    assert histograms["sie_batch_size"]["other"]["counts"][-1] == 10_000 - (most - 1)
+
+
+async def test_many_models_that_were_served_are_a_bounded_number_of_series(tmp_path: Path) -> None:
+    """B4: by the whole way through a gateway and a worker."""
+    models = [f"toy/{number}" for number in range(60)]
+    async with InProcess(tmp_path, *(toy_entry(model) for model in models)) as cluster:
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
+        for model in models:
+            assert (await gateway.encode("x", model=model)).status_code == 200
+        for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
+            found = await scraped(process)
+            assert sum(len(each) for each in found.values()) <= MOST_SERIES
+            assert found.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
+        assert sum(value for _, value in (await scraped(sidecar))["sie_requests_total"]) == len(models)
+
+
+def test_the_contract_s_names_and_labels_are_there() -> None:
+    """What dashboards of users ask for."""
+    for name, labels in CONTRACT.items():
+        (metric,) = [each for each in every().values() if name in (*each.exported, each.name)]
+        assert {*labels} <= {*metric.labels}, name
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    text = PAGE.read_text("utf-8")
+    assert page(text) == text, "python tests/metrics_page.py writes it anew"
 
 
 @pytest.mark.parametrize(

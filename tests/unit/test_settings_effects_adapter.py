@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,12 +23,15 @@ from unit.adapter import toys
 
 from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_precision
 from sie_adapter.engine import Engine
+from sie_adapter.instrumentation import MOST_BATCHES, Instrumentation
+from sie_adapter.lanes import Job
 from sie_adapter.residency import Residency
 from sie_adapter.weights import Progress
 from sie_adapter.weights.cluster import ClusterCache
 from sie_contracts.catalogue import ModelEntry, parse_entry
-from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone, Group, RunBatch
+from sie_contracts.errors import ModelLoadFailed, ModelLoading
+from sie_contracts.ipc import BatchDone, Group, RanBatch, Refused, Reply, RunBatch, frame
+from sie_contracts.messages import Failed
 from sie_contracts.settings import SettingError
 from sie_contracts.weights import MANIFEST, describe, encode
 
@@ -216,6 +221,61 @@ def test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes(var
 def toy_batch(model: str, lora: str) -> RunBatch:
     ids = np.arange(7, 12, dtype="<i4")
     return RunBatch("b", model, "encode", np.array([5], "<i4").tobytes(), ids.tobytes(), (Group(0, 1),), lora=lora)
+
+
+def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting(tmp_path: Path) -> None:
+    """SIE_INSTRUMENTATION: sizes, cost, padding, times and failures, through the lanes; never what a batch read."""
+    entry = toys.entry(toys.save(tmp_path / "base", "bert"))
+    ids, lengths = np.arange(7, 90, dtype="<i4"), np.array([60, 23], "<i4")
+    groups = (Group(0, 1), Group(1, 2))
+
+    def ran(engine: Engine, **changes: Any) -> Reply:
+        replies: list[Reply] = []
+        batch = RunBatch("b", entry.id, "encode", lengths.tobytes(), ids.tobytes(), groups)
+        job = Job(msgspec.structs.replace(batch, **changes), replies.append)
+        engine.lanes.submit(job)
+        assert job.finished.wait(60)
+        return replies[-1]
+
+    def told(engine: Engine, count: int) -> tuple[RanBatch, ...]:
+        """What is described once it is so many: a batch is accounted for when it is answered."""
+        until_s = time.monotonic() + 60
+        while len(found := engine.describe().batches or ()) < count:
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+        return found
+
+    with engine_of(SIE_INSTRUMENTATION="true") as engine:
+        assert engine.describe().batches == ()
+        engine.residency.ensure(entry.id, entry, "default", ())
+        done = ran(engine)
+        assert isinstance(done, BatchDone)
+        told(engine, 1)
+        assert isinstance(ran(engine, model="toy/absent", lora="org/lora"), Refused)
+        told(engine, 2)
+        assert isinstance(ran(engine, lengths=b"odd"), Refused)
+        good, refused, malformed = sorted(told(engine, 3), key=lambda batch: batch.number)
+        assert (good.number, good.model, good.operation, good.lora, good.failed) == (1, entry.id, "encode", False, 0)
+        assert (good.rows, good.inputs, good.items) == (2, 2, 2)
+        assert (good.tokens, good.longest, good.attention, good.padding) == (83, 60, 4129, 0)
+        assert (good.inference_ms, good.postprocess_ms) == (round(done.inference_ms, 3), round(done.postprocess_ms, 3))
+        assert good.inference_ms > 0
+        assert good.wait_ms >= 0
+        assert good.memory_bytes > 0
+        assert (refused.number, refused.model, refused.lora, refused.failed, refused.inference_ms) == (2, "toy/absent", True, 2, 0)
+        assert (malformed.number, malformed.rows, malformed.failed) == (3, 0, 2)
+    with engine_of() as engine:
+        ran(engine)
+        assert engine.describe().batches is None
+        assert b"batches" not in frame(engine.describe())
+
+    kept = Instrumentation(lambda: 0)
+    job = Job(toy_batch(entry.id, ""), lambda reply: None)
+    padded = BatchDone("b", (Failed(ModelLoading("not loaded").info()),), b"", 1.0, padding=7)
+    for _ in range(100_000):
+        kept.ran(job, padded, 0, 0)
+    assert [each.number for each in kept.batches()] == list(range(100_001 - MOST_BATCHES, 100_001))
+    assert {(each.tokens, each.padding, each.failed) for each in kept.batches()} == {(5, 7, 1)}
 
 
 class Toy:

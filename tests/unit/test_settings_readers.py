@@ -25,6 +25,7 @@ PACKAGES = {
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
 STATUS = "tests/unit/test_status.py"
+TRACING = "tests/unit/test_tracing.py"
 BATCHING, GATEWAY, WORKER = (f"tests/unit/test_settings_effects_{name}.py" for name in ("batching", "gateway", "worker"))
 ADAPTER, CONFIG, BROKER, LOGS = (f"tests/unit/test_settings_effects_{name}.py" for name in ("adapter", "config", "broker", "logs"))
 
@@ -107,9 +108,16 @@ EFFECTS = {
     "SIE_PRELOAD_MODELS": f"{WORKER}::test_preloaded_models_are_loaded_before_the_worker_is_ready",
     "SIE_SWAP_AFTER_MS": "tests/unit/test_swapping.py::test_a_busy_model_makes_room_for_one_that_waited_so_long",
     "SIE_LOG_JSON": f"{LOGS}::test_each_process_writes_json_lines_or_plain_ones",
+    "SIE_TRACING_ENABLED": f"{TRACING}::test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_nothing",
+    "OTEL_SERVICE_NAME": f"{TRACING}::test_spans_are_told_by_the_service_name_and_components_by_their_own",
+    "OTEL_TRACES_EXPORTER": f"{TRACING}::test_spans_go_to_the_collector_to_the_console_or_nowhere",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": f"{TRACING}::test_the_named_collector_gets_the_spans_and_one_that_is_away_hurts_nobody",
+    "OTEL_TRACES_SAMPLER": f"{TRACING}::test_the_sampler_decides_and_every_process_decides_alike",
+    "OTEL_TRACES_SAMPLER_ARG": f"{TRACING}::test_the_rate_is_the_share_of_traces_that_are_sampled",
     "SIE_PREPROCESSOR_WORKERS": f"{BATCHING}::test_as_many_texts_are_tokenised_at_once_as_there_are_preprocessor_workers",
     "SIE_ATTENTION_BACKEND": f"{ADAPTER}::test_the_attention_backend_reaches_what_models_are_loaded_with",
     "SIE_MAX_LORAS_PER_MODEL": f"{ADAPTER}::test_so_many_loras_are_kept_for_a_model_and_the_least_recently_used_goes",
+    "SIE_INSTRUMENTATION": f"{ADAPTER}::test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_setting",
     "SIE_DEFAULT_COMPUTE_PRECISION": f"{ADAPTER}::test_the_default_precision_holds_for_models_without_their_own",
 }  # fmt: skip
 
@@ -122,6 +130,9 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 READS_ENVIRON = {
     "contracts/sie_contracts/settings.py": "the one reader",
     "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",
+    "cli/sie_cli/doctor/command.py": "hands it to the settings piece by piece, so that one wrong setting hides no other",
+    "cli/sie_cli/doctor/checks.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
+    "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 READS_HOME = {
     "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",

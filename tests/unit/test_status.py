@@ -23,6 +23,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 import sie_contracts
 from sie_contracts import messages, topology
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.ipc import RanBatch
 from sie_contracts.messages import GatewayBeat, Heartbeat, ModelStatus
 from sie_contracts.runtime.http import HttpServer, Receive, Scope, Send
 from sie_contracts.runtime.process import Stop
@@ -309,6 +310,25 @@ async def test_the_page_needs_nothing_from_elsewhere(cluster: InProcess) -> None
 
 
 # the worker's frames
+
+
+async def test_the_workers_frame_has_the_last_batches_where_the_adapter_keeps_them(cluster: InProcess) -> None:
+    """They appear within a second of being told, also through the gateway that shows the worker's frames."""
+    port = str(free_port())
+    gateway = await cluster.gateway(SIE_GATEWAY_WORKERS=f"http://127.0.0.1:{port}")
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter, SIE_WORKER_METRICS_PORT=port)
+    async with looking(gateway, "/ws/status") as socket:
+        assert "batches" not in await frame(socket)
+        adapter.described = (RanBatch(7, 1.5e9, "toy/one", "encode", 2, 2, 1, 20, 15, 250, 0.25, padding=10, inference_ms=1.5),)
+        async with asyncio.timeout(30):
+            while "batches" not in (told := await frame(socket)):
+                pass
+    assert told["batches"] == [{
+        "number": 7, "ended": 1.5e9, "model": "toy/one", "operation": "encode", "rows": 2, "inputs": 2, "items": 1, "tokens": 20,
+        "longest": 15, "attention": 250, "wait_ms": 0.25, "lora": False, "failed": 0, "padding": 10, "inference_ms": 1.5,
+        "postprocess_ms": 0.0, "memory_bytes": 0,
+    }]  # fmt: skip
 
 
 async def test_the_workers_frame_tells_all_that_the_contract_names(cluster: InProcess) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from sie_contracts import __version__
@@ -34,7 +35,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Body = bytes | Iterable[bytes | memoryview]
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WEBSOCKET_MESSAGE_BYTES = 4096  # of what a peer sends: nobody reads it
 KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
 MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers
@@ -359,7 +359,9 @@ def probes(not_ready: Callable[[], str | None], registry: CollectorRegistry | No
             reason = not_ready()
             await reply(send, 503 if reason else 200, f"not ready: {reason}".encode() if reason else b"ok")
         elif path == "/metrics" and registry is not None:
-            await reply(send, 200, generate_latest(registry), METRICS_TYPE)
+            # text, or OpenMetrics for those who ask for it: Prometheus does, and finds the exemplars there
+            encode, content_type = choose_encoder(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
+            await reply(send, 200, encode(registry), content_type)
         else:
             await refuse(send, NotFound("no such path"))
 

@@ -21,9 +21,12 @@ from typing import Any
 
 import msgspec
 
+from sie_contracts.runtime.tracing import current_trace_id
+
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
+_TOLD = _FIELDS[:3]
 
 
 QUOTING = (LookupError, ValueError, TypeError, AttributeError, AssertionError, SyntaxError)  # their messages quote values
@@ -39,13 +42,28 @@ def traceback_of(error: BaseException | None) -> str:
     return "\ncame from\n".join(told)
 
 
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The documented fields of a line; a trace that is not given is that of the task that writes it."""
+    given = record.__dict__
+    found = {name: given.get(name) for name in _FIELDS}
+    if found["trace_id"] is None:
+        found["trace_id"] = current_trace_id()
+    return found
+
+
 class _Plain(logging.Formatter):
+    """A line for people. What a call gives as `extra` stands behind the message; a latency is part of that."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        given = _fields(record)
+        return super().formatMessage(record) + "".join(f" {name}={given[name]}" for name in _TOLD if given[name])
+
     def formatException(self, ei: Any) -> str:
         return traceback_of(ei[1])
 
 
 class _Json(_Plain):
-    """One JSON object per line with the documented keys; values travel as `extra={...}` of a logging call."""
+    """One JSON object per line with the documented keys and no other; values travel as `extra={...}` of a logging call."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -54,9 +72,9 @@ class _Json(_Plain):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line.update({name: getattr(record, name, None) for name in _FIELDS})
+        line.update(_fields(record))
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["message"] += "\n" + self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
 
 

@@ -60,7 +60,7 @@ from sie_contracts.broker.nats.api import (
 )
 from sie_contracts.broker.nats.keyvalue import NatsKeyValue
 from sie_contracts.broker.nats.pulls import NatsDelivery, NatsPulls, parse_reply
-from sie_contracts.broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transport, split
+from sie_contracts.broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transport, inbox_prefix, split
 from sie_contracts.broker.tasks import OwnedTasks, expire, guarded
 from sie_contracts.topology import DUPLICATE_WINDOW_S, ConsumerSpec, StreamSpec
 
@@ -153,6 +153,7 @@ class NatsBroker:
             max_outstanding_pings=2,
             pending_size=_SEND_BUFFER_BYTES,
             flush_timeout=2.0,
+            inbox_prefix=inbox_prefix(credentials),
             **credentials,
         )
         self._client.options |= {"allow_reconnect": True, "max_reconnect_attempts": -1}
@@ -177,6 +178,12 @@ class NatsBroker:
     @property
     def connected(self) -> bool:
         return self.live and not self._tasks.crashed
+
+    @property
+    def server(self) -> tuple[str, bool]:
+        """The version of the server, and whether it has JetStream, as it said when the connection was made."""
+        info = self._client._server_info
+        return str(info.get("version", "")), bool(info.get("jetstream"))
 
     async def close(self) -> None:
         """Send what is buffered, then end the connection and every task of it. Open pulls and watches just end: `stop` them before."""

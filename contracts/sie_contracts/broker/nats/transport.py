@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -13,6 +15,7 @@ log = logging.getLogger("sie.broker")
 
 HANG_UP_S = 1.0
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0
+_NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Transport(TcpTransport):  # type: ignore[misc]
@@ -61,3 +64,12 @@ def split(url: str) -> tuple[list[str], dict[str, str]]:
         elif parsed.username:
             credentials = {"token": unquote(parsed.username)}
     return servers, credentials
+
+
+def inbox_prefix(credentials: Mapping[str, str]) -> str:
+    """Where the answers to a user arrive: below its name, so that a server's permissions can keep other users out.
+
+    Bytes of the name that do not stand in one token of a subject become `-`; without a user it is the client's own prefix.
+    """
+    user = _NO_TOKEN.sub("-", credentials.get("user", ""))
+    return f"_INBOX.{user}" if user else "_INBOX"

@@ -1,0 +1,235 @@
+"""Every metric of every process, declared once. Processes make theirs from this table; dashboards, alerts and docs/metrics.md are checked
+against it.
+
+`most` bounds the label sets of a metric, whatever is served: a series lives as long as its process, and a process may be asked for ten
+thousand models. The first sets keep their labels; of later ones the labels that FOLDED names are `other`, for which `rest` sets are kept
+free. All series of a process are at most MOST_SERIES together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+Process = Literal["gateway", "worker", "config"]
+MOST_SERIES = 2000
+OTHER = "other"
+FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile", "bundle"})
+LABELS = {
+    "alias": "an alias of the catalogue",
+    "bundle": "the bundle of a lane",
+    "device": "where a model is, as torch names it",
+    "endpoint": "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode",
+    "event": "what became of a reservation",
+    "key": "the id of a key; `static-1`, `static-2` for tokens of the settings, `admin`, `anonymous`",
+    "kind": "put, removal, unknown",
+    "machine_profile": "the machine profile of a lane; empty before one is chosen",
+    "method": "of HTTP",
+    "model": "an id of the catalogue; of workers also `id:profile` where a profile needs weights of its own",
+    "operation": "encode, score, extract, tokenize, decode",
+    "outcome": "what became of a delivery: taken, duplicate, unknown (its request is closed), unconfirmed, fenced, cancelled, late, "
+               "changed, handed_back",
+    "phase": "total and its parts: queue, tokenize, batch_wait, inference, postprocess",
+    "pool": "the pool of a lane",
+    "priority": "interactive, bulk",
+    "reason": "why it was refused",
+    "redelivered": "true, false",
+    "result": "what became of it",
+    "route": "a route of the config service, without the names in its path",
+    "side": "served, shadow",
+    "status": "of HTTP; 499: the client was gone. Of workers: success, error, queue_full. Of `sie_gateway_workers`: healthy, unhealthy",
+    "unit": "tokens, messages",
+    "verdict": "what a result was for its gateway",
+    "version": "of the distribution",
+    "worker": "the id of a worker",
+}  # fmt: skip
+
+_REQUEST_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+_CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
+_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
+_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
+_AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
+_ENDPOINTS = 22  # of a gateway
+_CHUNK_ENDPOINTS = 6
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`name` is without the `_total` that a counter is exported with. A histogram's `buckets` are upper bounds without the infinite one."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    most: int = 1
+    rest: int = 1
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported(self) -> tuple[str, ...]:
+        """The names of its series."""
+        endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[self.kind]
+        return tuple(self.name + ending for ending in endings)
+
+    @property
+    def series(self) -> int:
+        """How many it may have at most."""
+        return self.most * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
+
+
+_GATEWAY = (
+    # requests: rate, errors, duration
+    Metric("sie_gateway_requests", "counter", "Requests answered", ("endpoint", "status", "machine_profile"), 160, 80),
+    Metric(
+        "sie_gateway_request_latency_seconds", "histogram", "Head received to reply ready", ("endpoint", "machine_profile"), 36,
+        _ENDPOINTS, _REQUEST_S,
+    ),
+    Metric("sie_gateway_requests_in_progress", "gauge", "Requests now in progress"),
+    Metric("sie_gateway_qps", "gauge", "Inference requests that all gateways answer per second, the same at every gateway"),
+    Metric(
+        "sie_gateway_rejected_requests", "counter", "Refused before queueing", ("machine_profile", "bundle", "reason"), 48, 16,
+    ),
+    Metric("sie_gateway_provisioning_responses", "counter", "Requests told to wait for a worker that starts"),
+    Metric("sie_gateway_reattached", "counter", "Clients that came back to a run of theirs"),
+    Metric("sie_gateway_abandoned", "counter", "Runs cancelled because their clients stayed away"),
+    Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48),
+    Metric(
+        "sie_gateway_key_device_seconds", "counter",
+        "Device time of a key: of each batch its share by tokens", ("key",), 48,
+    ),
+    # the queue
+    Metric(
+        "sie_gateway_queue_oldest_seconds", "gauge", "Age of the oldest message of a lane and priority, leased ones included",
+        ("pool", "machine_profile", "bundle", "priority"), 24, 2,
+    ),
+    Metric(
+        "sie_gateway_queue_messages", "gauge", "Messages of a lane and priority, leased ones included",
+        ("pool", "machine_profile", "bundle", "priority"), 24, 2,
+    ),
+    Metric(
+        "sie_gateway_model_queue_oldest_seconds", "gauge",
+        "Age of a model's oldest message, of the models with the most or the oldest work",
+        ("model", "pool", "machine_profile", "bundle", "priority"), 40, 2,
+    ),
+    Metric(
+        "sie_gateway_model_queue_messages", "gauge", "Messages of a model, of the models with the most or the oldest work",
+        ("model", "pool", "machine_profile", "bundle", "priority"), 40, 2,
+    ),
+    Metric("sie_gateway_queue_publish_seconds", "histogram", "Publish to broker ack", ("operation",), 6, 1, _REQUEST_S),
+    Metric("sie_gateway_queue_result_wait_seconds", "histogram", "Publish to last result", ("operation",), 6, 1, _REQUEST_S),
+    Metric("sie_gateway_queue_ack_failures", "counter", "Publishes that the broker refused or did not acknowledge, each attempt"),
+    Metric("sie_gateway_queue_payload_offloads", "counter", "Chunks whose inputs went through the payload store"),
+    Metric("sie_gateway_chunk_deliveries", "histogram", "Deliveries that a chunk took", (), 1, 1, (1, 2, 3, 4, 5, 10)),
+    Metric("sie_gateway_outcomes", "counter", "Chunk results by what became of them", ("verdict",), 12),
+    Metric("sie_gateway_inbox_dropped", "counter", "Results dropped unread: the inbox was full"),
+    Metric("sie_gateway_unfinished_result_bytes", "gauge", "Held of results of which parts are missing"),
+    Metric("sie_gateway_permits_held", "gauge", "What requests of this gateway have in the queue", ("unit",), 2),
+    Metric("sie_gateway_waiting_bytes", "gauge", "Inputs that wait in this gateway for their turn"),
+    Metric("sie_gateway_dlq_events", "counter", "Work given up in all pools, the same at every gateway"),
+    Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
+    # workers
+    Metric("sie_gateway_workers", "gauge", "Workers by health", ("status",), 2),
+    Metric("sie_gateway_worker_queue_depth", "gauge", "Work items that a worker holds", ("worker",), 48),
+    Metric("sie_gateway_worker_memory_used_bytes", "gauge", "Device memory in use at a worker", ("worker",), 48),
+    Metric("sie_gateway_model_workers", "gauge", "Healthy workers that have a model loaded", ("model",), 64),
+    Metric("sie_gateway_pending_demand", "gauge", "1 while demand counts", ("machine_profile", "bundle"), 16),
+    Metric("sie_gateway_active_lease_gpus", "gauge", "GPUs that live reservations ask for"),
+    Metric("sie_gateway_pool_events", "counter", "What became of reservations", ("event",), 12),
+    # the catalogue
+    Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
+    Metric(
+        "sie_gateway_config_behind", "gauge", "1 while the last look at the config service failed: the last catalogue serves"
+    ),
+    Metric("sie_gateway_config_deltas", "counter", "Config deltas by what became of them", ("kind", "result"), 20),
+    Metric("sie_gateway_alias_requests", "counter", "Answers by alias and the model that gave them", ("alias", "model"), 40),
+    Metric(
+        "sie_gateway_shadows", "counter", "Copies of requests for a shadow by what became of them", ("alias", "model", "result"), 48, 12
+    ),
+    Metric(
+        "sie_gateway_shadow_seconds", "histogram", "Publish to last result, of what was served and of its copy",
+        ("alias", "model", "side"), 8, 2, _REQUEST_S,
+    ),
+    Metric(
+        "sie_gateway_shadow_cosine", "histogram", "Cosine of a dense vector that was served and that of its copy", ("alias", "model"), 5,
+        1, _AGREEMENT,
+    ),
+    Metric(
+        "sie_gateway_shadow_rank_correlation", "histogram", "Spearman's correlation of the scores that were served and those of the copy",
+        ("alias", "model"), 5, 1, _AGREEMENT,
+    ),
+    # the process
+    Metric("sie_gateway_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_gateway_websockets", "gauge", "Websockets that are open"),
+    Metric("sie_gateway_gateways", "gauge", "Gateways that share the windows of keys, this one included"),
+)  # fmt: skip
+
+OOM = {
+    "recoveries_attempted": "passes that failed for want of memory",
+    "recoveries_succeeded": "passes that then ran",
+    "terminal_failures": "passes that never ran",
+    "cache_clears": "caches cleared",
+    "evictions_triggered": "models unloaded",
+    "batch_splits": "batches split",
+}
+_WORKER = (
+    # chunks: rate, errors, duration
+    Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18),
+    Metric(
+        "sie_request_duration_seconds", "histogram", "Time of a chunk", ("model", "endpoint", "phase"), 84, 6 * _CHUNK_ENDPOINTS, _CHUNK_S
+    ),
+    Metric("sie_queue_depth", "gauge", "Chunks held and not yet answered", ("model",), 24),
+    Metric("sie_deliveries", "counter", "Deliveries taken in", ("redelivered",), 2),
+    Metric("sie_gathered_deliveries", "histogram", "Deliveries taken from the wire together", (), 1, 1, _COUNTS),
+    Metric("sie_settlements", "counter", "What became of deliveries; late: its deadline had passed before it ran", ("outcome",), 12),
+    Metric("sie_dead_letters", "counter", "Work given up, by whether it was kept", ("result",), 2),
+    Metric("sie_poisoned_inputs", "counter", "Inputs refused because they ended two adapters"),
+    # batches
+    Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS),
+    Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch by those that one may have", (), 1, 1, _SHARES),
+    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
+    Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24),
+    Metric("sie_padding_tokens", "counter", "Positions computed beside the tokens", ("model",), 24),
+    # the device
+    Metric("sie_device_seconds", "counter", "Time that batches took at the device, of all lanes together", ("model",), 24),
+    Metric("sie_device_lanes", "gauge", "Batches that the device runs at once, 0 without an adapter"),
+    Metric("sie_device_utilization_ratio", "gauge", "How busy the device is, whoever uses it; absent where nothing measures it"),
+    Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
+    Metric("sie_device_memory_total_bytes", "gauge", "Memory of the device, absent without an adapter"),
+    *(Metric(f"sie_oom_{name}", "counter", f"Memory that ran out on the device: {text}", ("model",), 16) for name, text in OOM.items()),
+    # models
+    Metric("sie_model_loaded", "gauge", "1 while the model is resident", ("model", "device"), 24),
+    Metric("sie_model_memory_bytes", "gauge", "Measured memory of a resident model", ("model",), 24),
+    Metric("sie_model_loads", "counter", "Loads that ended with a resident model", ("model",), 24),
+    Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16),
+    Metric("sie_model_swaps", "counter", "Models closed to new work for another one's load"),
+    Metric("sie_idle_evictions", "counter", "Models unloaded because nobody used them"),
+    Metric("sie_certificates", "counter", "Loads by what the checks of the loaded model said", ("result",), 2),
+    # the process
+    Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
+    Metric("sie_adapter_deaths", "counter", "Adapters that went away"),
+    Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
+    Metric("sie_config_behind", "gauge", "1 while the last look at the config service failed: the last catalogue serves"),
+    Metric("sie_config_deltas", "counter", "Config deltas by what became of them", ("kind", "result"), 20),
+)  # fmt: skip
+
+_CONFIG = (
+    Metric("sie_config_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_config_ready", "gauge", "1 once the catalogue is built"),
+    Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
+    Metric("sie_config_request_seconds", "histogram", "Head received to reply sent", ("route",), 12, 1, _REQUEST_S),
+    Metric("sie_config_catalogue_epoch", "gauge", "Writes of the catalogue that this replica has read, absent before the first"),
+    Metric("sie_config_models", "gauge", "Models in the catalogue, aliases included, absent before it was read"),
+)
+
+TABLE: dict[Process, dict[str, Metric]] = {
+    "gateway": {metric.name: metric for metric in _GATEWAY},
+    "worker": {metric.name: metric for metric in _WORKER},
+    "config": {metric.name: metric for metric in _CONFIG},
+}
+
+
+def every() -> dict[str, Metric]:
+    """All metrics of all processes by name; no name is of two."""
+    return {name: metric for metrics in TABLE.values() for name, metric in metrics.items()}

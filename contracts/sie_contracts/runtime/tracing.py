@@ -1,0 +1,105 @@
+"""Traces as every process has them. Off, nothing of OpenTelemetry is imported here and all that is done is to ask `is None`.
+
+    client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on the device
+                                                                     └─► a batch, linked to the work in it ──► its forward pass
+
+The context travels as W3C writes it, in `Context`. `current_trace_id` is the one place from which logs and exemplars have the trace.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from sie_contracts.settings import SettingError, Tracing
+from sie_contracts.trace_context import NONE, Context
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Span, Tracer
+
+MOST_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
+STAGE = "sie.stage"  # of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
+
+_CONTEXT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_FAULT = 500  # a server's span failed from this status on
+_SAMPLED = 1  # of the flags of a trace context
+_current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
+
+
+def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
+    """What makes the spans of a component until it is closed; None where tracing is off. To be called after any fork.
+
+    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is not installed.
+    """
+    if not settings.enabled:
+        return None
+    try:
+        from sie_contracts.runtime import spans
+    except ImportError as error:
+        fix = "pip install 'sie-cluster[tracing]', or leave it off"
+        raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {fix}") from error
+    return spans.Tracer(settings, component, instance)
+
+
+def begin_request(
+    tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
+) -> tuple[Context, Span | None]:
+    """Take up the context that a client sends, and begin a span below it. `headers` by lower-case names, `received_s` by perf_counter.
+
+    Returns the context for what is done for this request, the client's own without a tracer, and the span, to be ended by `end_request`.
+    """
+    context, span = NONE, None
+    if "traceparent" in headers:
+        context = of_headers(headers["traceparent"], headers.get("tracestate", ""))
+    if tracer is not None:
+        told = method if method in _METHODS else "_OTHER"
+        own = {"http.request.method": told, "sie.request_id": request_id}
+        span = tracer.begin(told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own)
+        context = span.context
+    if context.traceparent:
+        set_current(context)
+    return context, span
+
+
+def end_request(span: Span, what: str, status: int, code: str = "") -> None:
+    """Its answer has left: `what` was asked, and the error it ended in. Nothing of these may come from a client."""
+    span.rename(f"{span.name} {what}")
+    span.set({"http.response.status_code": status})
+    if status >= _FAULT:
+        span.fail(code or str(status))
+    elif code:
+        span.set({"error.type": code})
+    span.end()
+
+
+def of_headers(traceparent: str, tracestate: str) -> Context:
+    """The context that a client sends; what is none is dropped, as the specification asks."""
+    if not _CONTEXT.fullmatch(traceparent):
+        return NONE
+    is_state = len(tracestate) <= MOST_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
+    return Context(traceparent, tracestate if is_state else "")
+
+
+def trace_id_of(traceparent: str) -> str | None:
+    """The trace of a context, 32 hex digits, where it is sampled: of others no collector has one."""
+    found = _CONTEXT.fullmatch(traceparent)
+    return found[1] if found is not None and int(found[2], 16) & _SAMPLED else None
+
+
+def set_current(context: Context) -> None:
+    """From here to its end this task, with the tasks that it starts, works for the request of that context."""
+    _current.set(trace_id_of(context.traceparent))
+
+
+def current_trace_id() -> str | None:
+    """The sampled trace that this task works for, 32 hex digits; else None."""
+    return _current.get()
+
+
+def ns_before(seconds: float) -> int:
+    """The time as spans have it, nanoseconds since 1970, that many seconds ago."""
+    return time.time_ns() - round(seconds * 1e9)

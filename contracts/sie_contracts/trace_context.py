@@ -1,0 +1,15 @@
+"""The W3C trace context that goes with a request, as text: through headers, work items and batches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Context(NamedTuple):
+    """What a span of another process is told by: the headers `traceparent` and `tracestate`. Empty: there is none."""
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+NONE = Context()

@@ -1,0 +1,73 @@
+"""What a trace shows of work at the worker: the work item with its stages, below its request, and the batch that it ran in.
+
+A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what the device did, of
+each work item `inference` and `postprocess`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sie_contracts.broker import Delivery
+from sie_contracts.messages import BatchNote, Failed, Outcome, Stages, WorkItem
+from sie_contracts.trace_context import NONE, Context
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Span, Tracer
+    from sie_sidecar.held import Held
+
+# the spans of a work item in their order, with the stage of a reply's timing that each counts for
+_PARTS = (("fetch", "queue"), ("load", "queue"), ("preprocess", "preprocess"), ("batch_wait", "batch_wait"), ("device_wait", "queue"))
+
+
+def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span | None:
+    """A span from its delivery on; None where nothing traces here, or nobody said for whom the work is."""
+    if tracer is None or not item.traceparent:
+        return None
+    own: dict[str, str | int] = {
+        "sie.request_id": item.request, "sie.chunk": item.chunk, "sie.model": item.model, "sie.operation": item.operation,
+        "sie.delivery": delivery.delivered, "messaging.system": "nats",
+    }  # fmt: skip
+    return tracer.begin("work", Context(item.traceparent, item.tracestate), kind="consumer", attributes=own)
+
+
+def of_batch(tracer: Tracer | None, jobs: Sequence[Held]) -> Span | None:
+    """A span for the batch of these; None where none of them is traced."""
+    traced = [held.span for held in jobs if held.span is not None and held.span.is_recording]
+    if tracer is None or not traced:
+        return None
+    return tracer.begin("batch", traced[0].context, links=traced)
+
+
+def sealed(span: Span, note: BatchNote, model: str) -> None:
+    """What is known of a batch when it leaves for the adapter."""
+    told = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
+    span.set({"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in told.items()}})
+
+
+def context_of(held: Held) -> Context:
+    """What the adapter tells of this work item is told below it; nothing where it is not sampled."""
+    return held.span.context if held.span is not None and held.span.is_recording else NONE
+
+
+def settled(held: Held, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
+    """Its outcome is known, and its stages are."""
+    span = held.span
+    if span is None:
+        return
+    if span.is_recording:
+        told = msgspec.structs.asdict(stages)
+        at_ns = time.time_ns() - round(stages.worker_ms * 1e6)
+        for name, stage in _PARTS:
+            if told[f"{name}_ms"] > 0:
+                at_ns = span.part(name, at_ns, told[f"{name}_ms"], stage=stage)
+        span.set({f"sie.{name}": value for name, value in told.items()})
+        if batch:
+            span.set({"sie.batch": batch})
+        if (first := next(iter(outcomes), None)) is not None and all(isinstance(outcome, Failed) for outcome in outcomes):
+            span.fail(first.error.code if isinstance(first, Failed) else "")
+    span.end()

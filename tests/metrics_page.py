@@ -1,0 +1,73 @@
+"""The tables of docs/metrics.md, made from the table of all metrics, the alerts of the chart and its dashboard.
+
+    python tests/metrics_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from sie_contracts.runtime.metrics_table import LABELS, MOST_SERIES, TABLE, Metric
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "metrics.md"
+FILES = ROOT / "charts" / "sie-cluster" / "files"
+_PORTS = {
+    "gateway": "Gateway: `SIE_GATEWAY_METRICS_PORT`",
+    "worker": "Worker, its adapter included: `SIE_WORKER_METRICS_PORT`",
+    "config": "Config service: its own port",
+}
+
+
+def _row(metric: Metric) -> str:
+    name = metric.name + ("_total" if metric.kind == "counter" else "")
+    labels = ", ".join(metric.labels) or "–"
+    return f"| `{name}` | {metric.kind} | {labels} | {metric.series} | {metric.text} |"
+
+
+def metrics() -> str:
+    """Each process with its metrics, in the order of the table."""
+    lines = []
+    for process, found in TABLE.items():
+        most = sum(metric.series for metric in found.values())
+        lines += [f"### {_PORTS[process]}", "", f"At most {most} series of {MOST_SERIES}.", ""]
+        lines += ["| name | type | labels | series, at most | what |", "|---|---|---|---|---|"]
+        lines += [*(_row(metric) for metric in found.values()), ""]
+    return "\n".join(lines).rstrip()
+
+
+def labels() -> str:
+    """What the values of each label are."""
+    rows = [f"| `{name}` | {text} |" for name, text in LABELS.items()]
+    return "\n".join(["| label | values |", "|---|---|", *rows])
+
+
+def alerts() -> str:
+    """The alerts, with what they look at."""
+    lines = ["| alert | severity | after | when |", "|---|---|---|---|"]
+    for group in yaml.safe_load((FILES / "alerts.yaml").read_text("utf-8"))["groups"]:
+        for rule in group["rules"]:
+            summary = re.sub(r"{{ \$labels\.(\w+) }}", r"(\1)", rule["annotations"]["summary"])
+            lines.append(f"| `{rule['alert']}` | {rule['labels']['severity']} | {rule.get('for', 'at once')} | {summary} |")
+    return "\n".join(lines)
+
+
+def panels() -> str:
+    """The titles of the dashboard."""
+    found = json.loads((FILES / "dashboards" / "sie.json").read_text("utf-8"))
+    return "\n".join(f"* {panel['title']}" for panel in found["panels"])
+
+
+def page(old: str) -> str:
+    """The page with its tables as they are now."""
+    for name, made in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
+        old = re.sub(rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)", lambda _, made=made: f"\n{made}\n", old, flags=re.DOTALL)
+    return old
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")

@@ -1,0 +1,55 @@
+"""The chart's alerts and dashboards as its tests look at them: expressions, rule tests, the parts of an expression."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import yaml
+from helm import CHART, of_kind, rendered
+
+RULE_TESTS = Path(__file__).parent / "chart" / "alerts_test.yaml"
+NAMESPACE = "search"  # of the installation that is rendered
+
+
+def spec() -> dict[str, Any]:
+    """Of the PrometheusRule, which is also a file of rules."""
+    found: dict[str, Any] = of_kind("PrometheusRule", rendered("values-gke.yaml"))["sie"]["spec"]
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in spec()["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[tuple[str, str]]:
+    """The expressions of all dashboards, each with the title of its panel."""
+    boards = [json.loads(file.read_text("utf-8")) for file in sorted((CHART / "files" / "dashboards").glob("*.json"))]
+    return [
+        (panel["title"], target["expr"].replace("$namespace", NAMESPACE))
+        for board in boards for panel in board["panels"] for target in panel["targets"]
+    ]  # fmt: skip
+
+
+def rule_tests() -> dict[str, Any]:
+    """What promtool tests, without the annotations that it expects."""
+    found: dict[str, Any] = yaml.safe_load(RULE_TESTS.read_text("utf-8"))
+    return found
+
+
+def proven() -> set[str]:
+    """Expressions that rule tests show something for."""
+    return {case["expr"] for each in rule_tests()["tests"] for case in each.get("promql_expr_test", ())}
+
+
+def parts_of(node: promql.Expr) -> Iterator[promql.Expr]:
+    """An expression and all in it."""
+    yield node
+    for name in ("lhs", "rhs", "expr", "param", "vector_selector"):
+        if isinstance(inner := getattr(node, name, None), promql.Expr):
+            yield from parts_of(inner)
+    for argument in getattr(node, "args", ()):
+        yield from parts_of(argument)

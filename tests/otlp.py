@@ -1,0 +1,101 @@
+"""A collector for tests: an OTLP receiver over real gRPC that keeps every span, and the raw bytes of every export."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+WAIT_S = 60.0  # far above what is expected, so that a busy machine does not fail a test
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One span as it came. Ids are hex digits, times nanoseconds since 1970, links (trace, span)."""
+
+    name: str
+    trace: str
+    id: str
+    parent: str
+    state: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    links: tuple[tuple[str, str], ...]
+    is_error: bool
+    resource: dict[str, Any]
+
+    @property
+    def ms(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e6
+
+    @property
+    def component(self) -> str:
+        return str(self.resource["sie.component"])
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Listens on a free port of its own. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self.raw = b""
+        self._spans: list[Seen] = []
+        self._changed = threading.Condition()
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> Collector:
+        self._server.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.stop(None).wait()
+
+    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
+        with self._changed:
+            self.raw += request.SerializeToString()
+            self._spans += _seen(request)
+            self._changed.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    @property
+    def spans(self) -> list[Seen]:
+        with self._changed:
+            return list(self._spans)
+
+    def of(self, trace: str) -> list[Seen]:
+        """All spans of a trace so far."""
+        return [span for span in self.spans if span.trace == trace]
+
+    def until(self, condition: Callable[[list[Seen]], Any], what: str) -> Any:
+        """Wait for the spans that fulfil a condition; returns what it gave. Raises AssertionError, naming it, at the time-out."""
+        end_s = time.monotonic() + WAIT_S
+        with self._changed:
+            while not (found := condition(self._spans)):
+                left_s = end_s - time.monotonic()
+                assert left_s > 0, f"not within {WAIT_S} s: {what}; there are {sorted({span.name for span in self._spans})}"
+                self._changed.wait(left_s)
+            return found
+
+
+def _seen(request: Any) -> list[Seen]:
+    return [
+        Seen(
+            span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.trace_state, span.start_time_unix_nano,
+            span.end_time_unix_nano, _values(span.attributes), tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+            span.status.code == span.status.STATUS_CODE_ERROR, _values(each.resource.attributes),
+        )
+        for each in request.resource_spans for scope in each.scope_spans for span in scope.spans
+    ]  # fmt: skip
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}

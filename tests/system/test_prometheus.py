@@ -1,0 +1,179 @@
+"""A real Prometheus scrapes a loaded cluster: its rules load, and every panel of the dashboard shows something."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import promql_parser as promql
+import pytest
+import yaml
+from cluster import until
+from monitoring import NAMESPACE, panels, parts_of, proven, spec
+from stack import Device, Plan, Stack
+
+from sie_cli.embedded import free_port
+from sie_contracts.runtime.metrics_table import every
+
+pytestmark = [pytest.mark.debian, pytest.mark.serial]
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CLIENTS = 12
+WAIT_S = 90.0
+ENVIRON = {"SIE_CHUNK_COST": "256", "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4"}
+
+
+class Prometheus:
+    """One server with a folder of its own."""
+
+    def __init__(self, folder: Path, stack: Stack) -> None:
+        (folder / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
+        targets = [
+            *((url, "sie-gateway-metrics", f"gateway-{number}") for number, url in enumerate(stack.metrics_urls)),
+            *((worker.url, "sie-worker", worker.sidecar.name.replace(" ", "-")) for worker in stack.workers),
+            (stack.config_url, "sie-config", "config-0"),
+        ]
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": ["rules.yaml"],
+            "scrape_configs": [{"job_name": "sie", "static_configs": [
+                {"targets": [url.removeprefix("http://")], "labels": {"namespace": NAMESPACE, "service": service, "pod": pod}}
+                for url, service, pod in targets
+            ]}],
+        }  # fmt: skip
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), "utf-8")
+        port = free_port()
+        self.targets = len(targets)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=10)
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
+            ],
+            stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """The `data` of an answer, None while the server does not answer."""
+        try:
+            answer = self.client.get(f"/api/v1/{path}", params=parameters)
+        except httpx.TransportError:
+            assert self._process.poll() is None, "prometheus ended"
+            return None
+        assert answer.status_code in (200, 503), answer.text
+        return answer.json()["data"] if answer.status_code == 200 else None
+
+    def query(self, expression: str) -> list[Any]:
+        """The samples of an instant query."""
+        found = self.ask("query", query=expression)
+        return [] if found is None else list(found["result"])
+
+    def is_scraping(self) -> bool:
+        found = self.ask("targets")
+        health = [target["health"] for target in found["activeTargets"]] if found else []
+        return len(health) == self.targets and set(health) == {"up"}
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(30)
+        self.client.close()
+        self._log.close()
+
+
+class Load:
+    """Clients that ask one request after the other, so that there is always something in the queue."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._over = threading.Event()
+        self.statuses: list[int] = []
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, number: int) -> None:
+        headers = {"X-SIE-Priority": ("interactive", "bulk")[number % 2], "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        if number == 0:  # some that are late
+            headers["X-SIE-Timeout-Ms"] = "20"
+        if number == 1:  # and some that no worker is there for
+            headers |= {"X-SIE-MACHINE-PROFILE": "l4", "X-SIE-Timeout-Ms": "2000"}
+        with httpx.Client(base_url=self._url, trust_env=False, timeout=60, headers=headers) as client:
+            while not self._over.is_set():
+                path = f"/v1/encode/toy/{('one', 'two')[number % 3 == 0]}"
+                self.statuses.append(client.post(path, json={"items": ["a few words"] * 40}).status_code)
+
+    def end(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    plan = Plan(models=("toy/one", "toy/two"), workers=(Device(batch_ms=150), Device(batch_ms=150)), environ=ENVIRON)
+    with Stack(folder / "stack", plan) as stack:
+        prometheus = Prometheus(folder, stack)
+        load = None
+        try:
+            load = Load(stack.urls[0])
+            until(prometheus.is_scraping, WAIT_S, "all targets up")
+            yield prometheus
+            assert 200 in load.statuses
+        finally:
+            if load is not None:
+                load.end()
+            prometheus.stop()
+
+
+def test_every_panel_shows_something(scraping: Prometheus) -> None:
+    """B1"""
+    left = dict.fromkeys(panels())
+
+    def shown() -> bool:
+        for panel in list(left):
+            samples = scraping.query(panel[1])
+            if samples and any(sample["value"][1] != "NaN" for sample in samples):
+                del left[panel]
+        return {expression for _, expression in left} <= proven()
+
+    try:
+        until(shown, WAIT_S, "data in every panel")
+    except AssertionError:
+        raise AssertionError(f"nothing in {[panel for panel in left if panel[1] not in proven()]}") from None
+
+
+def test_every_rule_is_evaluated_and_none_fires(scraping: Prometheus) -> None:
+    def evaluated() -> bool:
+        found = scraping.ask("rules")
+        return bool(found) and all(rule["health"] == "ok" for group in found["groups"] for rule in group["rules"])
+
+    until(evaluated, WAIT_S, "all rules evaluated")
+    (group,) = scraping.ask("rules")["groups"]
+    assert len(group["rules"]) > 12
+    assert [rule["name"] for rule in group["rules"] if rule["state"] == "firing"] == []
+
+
+def test_what_alerts_look_at_is_there(scraping: Prometheus) -> None:
+    """B1"""
+    (group,) = scraping.ask("rules")["groups"]
+    names = {
+        part.name for rule in group["rules"] for part in parts_of(promql.parse(rule["query"])) if isinstance(part, promql.VectorSelector)
+    }  # fmt: skip
+    assert names <= {name for metric in every().values() for name in metric.exported}
+    for name in names:
+        until(lambda name=name: scraping.query(f'{name}{{namespace="{NAMESPACE}"}}'), WAIT_S, name)
+
+
+def test_latencies_lead_to_traces(scraping: Prometheus) -> None:
+    for name in ("sie_gateway_request_latency_seconds_bucket", "sie_request_duration_seconds_bucket"):
+        until(lambda name=name: scraping.ask("query_exemplars", query=name, start="0", end="9999999999"), WAIT_S, "an exemplar")
+        found = scraping.ask("query_exemplars", query=name, start="0", end="9999999999")
+        assert {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]} == {TRACE}

@@ -1,0 +1,122 @@
+"""The two examples that end the documentation of the configuration, each as it stands there but for the device, the bucket and the
+collector of its machine: `sie serve` starts with it and answers, from what the example says it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import local_models
+import pytest
+from cluster import SIE, running
+from object_stores import BUCKET, Place, s3_server
+from otlp import Collector
+
+pytestmark = pytest.mark.long
+
+PRODUCTION = """
+# High-throughput production setup
+export SIE_DEVICE=cuda
+export SIE_MODELS_DIR=s3://my-bucket/models/
+export SIE_CLUSTER_CACHE=s3://my-bucket/weights/
+export SIE_LOCAL_CACHE=/mnt/nvme/cache
+# Batching optimized for A100-80GB
+export SIE_MAX_BATCH_REQUESTS=128
+export SIE_MAX_BATCH_WAIT_MS=5
+export SIE_MAX_CONCURRENT_REQUESTS=1024
+# Memory management
+export SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT=90
+# Observability
+export SIE_LOG_JSON=true
+export SIE_TRACING_ENABLED=true
+export OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317
+"""
+DEVELOPMENT = """
+# Local development setup
+export SIE_DEVICE=mps # or cuda, cpu
+export SIE_MODELS_DIR=./models
+# Lower batching for faster iteration
+export SIE_MAX_BATCH_REQUESTS=8
+export SIE_MAX_BATCH_WAIT_MS=1
+# Debug logging
+export SIE_INSTRUMENTATION=true
+"""
+DISK = Path("/mnt/nvme")  # of PRODUCTION
+
+
+def exported(block: str, replaced: Mapping[str, str]) -> dict[str, str]:
+    """What a shell makes of a block, with other words in the place of some."""
+    for word, other in replaced.items():
+        assert word in block
+        block = block.replace(word, other)
+    names = re.findall(r"^export (\w+)=", block, re.MULTILINE)
+    done = subprocess.run(["bash", "-c", f"{block}\nenv -0"], env={}, capture_output=True, text=True, check=True)
+    told = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    return {name: told[name] for name in names}
+
+
+def values(url: str, model: str) -> list[float]:
+    answer = httpx.post(f"{url}/v1/encode/{model}", json={"items": [{"text": "river"}]}, timeout=180, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    found: list[float] = answer.json()["items"][0]["dense"]["values"]
+    return found
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """One that speaks S3, where the variables of a client lead."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        place = Place.at(server, monkeypatch)
+        yield Place(f"s3://{BUCKET}/models", place.server)
+
+
+@pytest.fixture
+def disk() -> Iterator[None]:
+    """The example's, which is no longer there afterwards if it was not before."""
+    if DISK.exists() or not os.access(DISK.parent, os.W_OK):
+        pytest.skip(f"{DISK} is to be made by this test, and may not")
+    yield
+    shutil.rmtree(DISK, ignore_errors=True)
+
+
+def test_the_production_example_serves(bucket: Place, collector: Collector, disk: None, tmp_path: Path) -> None:
+    """1. a model is in the bucket: its entry in models/, its weights in weights/; 2. `sie serve` reads both, keeps the weights on the disk,
+    logs JSON, and sends its traces to the collector."""
+    replaced = {"=cuda": "=cpu", "my-bucket": BUCKET, "http://collector:4317": collector.url}
+    environ = exported(PRODUCTION, replaced)
+    models = local_models.under(tmp_path)
+    folder = models.build("dense")
+    argv = [SIE, "weights", "push", str(folder), "--as", "my/model"]
+    pushed = subprocess.run(argv, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    assert pushed.returncode == 0, pushed.stdout + pushed.stderr
+    (revision,) = set(re.findall(r"revision: (\w+)", pushed.stdout))
+    entry = json.loads((models.folder / "dense.yaml").read_text())
+    bucket.put("model.yaml", json.dumps({**entry, "id": "my/model", "weights": {"hub": "my/model", "revision": revision}}).encode())
+    with running(tmp_path / "data", environ=environ) as cluster:
+        assert len(values(cluster.url, "my/model")) == local_models.WIDTH
+        collector.until(lambda spans: {"gateway", "sidecar", "adapter"} <= {span.component for span in spans}, "spans of every component")
+        said = [json.loads(line) for line in cluster.lines]
+        assert {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"} <= said[-1].keys()
+    assert list((DISK / "cache").rglob("*.safetensors"))
+    assert {span.resource["service.name"] for span in collector.spans} == {"sie-server"}
+
+
+def test_the_development_example_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder `models` where the developer works: its model is served beside the packaged ones."""
+    models = local_models.under(tmp_path)
+    models.build("dense")
+    monkeypatch.chdir(tmp_path)
+    with running(tmp_path / "data", environ=exported(DEVELOPMENT, {"=mps": "=cpu"})) as cluster:
+        assert len(values(cluster.url, "test/dense")) == local_models.WIDTH

@@ -1,0 +1,186 @@
+"""Traces of a whole cluster, as a collector gets them: from HTTP through the queue and the socket to the forward pass."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from cluster import Cluster, running
+from local_models import LocalModels
+from otlp import Collector, Seen
+
+CANARY = "canary-7e4b"
+TEXTS = ["river search queue", "the winter garden", "kernel", "planet history of the harbour"]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "encode": ("mini", {"items": TEXTS}),
+    "score": ("cross", {"query": "winter", "items": [{"text": text} for text in TEXTS]}),
+    "extract": ("tags", {"items": [{"text": text} for text in TEXTS]}),
+}
+STAGES = ("queue", "preprocess", "batch_wait", "inference", "postprocess")
+TOGETHER = 12  # requests at once, more than there are lanes
+ROUNDS = 30  # until several of them shared a batch
+ROUNDED_MS = 0.002  # times are told to microseconds
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector, every_family: LocalModels) -> Iterator[Cluster]:
+    models = LocalModels(tmp_path_factory.mktemp("models"), every_family.weights)
+    for name, _ in BODIES.values():
+        shutil.copy(every_family.folder / f"{name}.yaml", models.folder)
+    environ = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    args = [*models.arguments, "--batcher-coalesce-ms", "50"]
+    with running(tmp_path_factory.mktemp("tracing"), *args, environ=environ) as cluster:
+        with httpx.Client(base_url=cluster.url, timeout=120) as client:
+            for verb in BODIES:  # loaded, so that what follows waits for the device alone
+                assert ask(client, verb).status_code == 200
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=120, limits=httpx.Limits(max_connections=TOGETHER)) as client:
+        yield client
+
+
+def ask(client: httpx.Client, verb: str, **headers: str) -> httpx.Response:
+    model, body = BODIES[verb]
+    return client.post(f"/v1/{verb}/test/{model}", json=body, headers={"x-sie-explain": "1", **headers})
+
+
+class Asked:
+    """A request that belongs to a trace of its client's."""
+
+    def __init__(self, client: httpx.Client, verb: str) -> None:
+        self.trace, self.parent = secrets.token_hex(16), secrets.token_hex(8)
+        self.answer = ask(client, verb, traceparent=f"00-{self.trace}-{self.parent}-01", tracestate="vendor=1")
+        assert self.answer.status_code == 200, self.answer.text
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return self.answer.json()  # type: ignore[no-any-return]
+
+    @property
+    def mates(self) -> int:
+        """Work items in the batch that it ran in."""
+        return int(self.body["explain"][0]["batch"]["chunks"])
+
+
+def sharing(client: httpx.Client, verb: str) -> list[Asked]:
+    """Requests at once, of which at least two ran in one batch."""
+    with ThreadPoolExecutor(TOGETHER) as threads:
+        for _ in range(ROUNDS):
+            found = list(threads.map(lambda _: Asked(client, verb), range(TOGETHER)))
+            if any(asked.mates > 1 for asked in found):
+                return found
+    raise AssertionError(f"no two of {TOGETHER} requests shared a batch in {ROUNDS} rounds")
+
+
+def whole(collector: Collector, trace: str) -> list[Seen]:
+    """The spans of a request's trace, once all that are to come are there."""
+    needed = {"work", "queue", "inference", "postprocess"}
+
+    def complete(spans: list[Seen]) -> list[Seen]:
+        found = [span for span in spans if span.trace == trace]
+        names = {span.name for span in found}
+        return found if needed <= names and any(span.name.startswith("POST ") for span in found) else []
+
+    found: list[Seen] = collector.until(complete, f"the trace {trace}")
+    return found
+
+
+@pytest.mark.parametrize("verb", BODIES)
+def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(client: httpx.Client, collector: Collector, verb: str) -> None:
+    """B5: connected from the client's span on, with the stages of its reply; the batch is linked to all that ran in it."""
+    requests = sharing(client, verb)
+    works: dict[str, Asked] = {}
+    for asked in requests:
+        spans, timing = whole(collector, asked.trace), asked.body["timing"]
+        assert asked.answer.headers["x-trace-id"] == asked.trace
+        ids = {span.id for span in spans}
+        (root,) = [span for span in spans if span.parent not in ids]
+        assert (root.name, root.parent) == (f"POST {verb}", asked.parent)
+        assert {span.component for span in spans} == {"gateway", "sidecar", "adapter"}
+        assert {span.state for span in spans} == {"vendor=1"}
+        assert not any(span.is_error for span in spans)
+        assert root.attributes["sie.request_id"] == asked.answer.headers["x-sie-request-id"]
+        for stage in STAGES:
+            ms = sum(span.ms for span in spans if span.attributes.get("sie.stage") == stage)
+            assert ms == pytest.approx(timing[f"{stage}_time"], abs=ROUNDED_MS), stage
+            assert root.attributes[f"sie.timing.{stage}_time"] == timing[f"{stage}_time"]
+        parts = sum(timing[f"{stage}_time"] for stage in (*STAGES, "unattributed"))
+        assert parts == pytest.approx(timing["total_time"], abs=0.01)
+        assert root.attributes["sie.timing.total_time"] == timing["total_time"]
+        assert root.ms > timing["total_time"] - 1  # by two clocks
+        (work,) = [span for span in spans if span.name == "work"]
+        works[work.id] = asked
+    batches = [span for span in collector.spans if span.name == "batch" and {link[1] for link in span.links} & works.keys()]
+    assert {link for batch in batches for _, link in batch.links} == works.keys()
+    assert sum(len(batch.links) for batch in batches) == len(works)
+    for batch in batches:
+        assert {works[link].trace for _, link in batch.links} == {trace for trace, _ in batch.links}
+        assert len(batch.links) == batch.attributes["sie.batch.chunks"] == works[batch.links[0][1]].mates
+        (forward,) = collector.until(
+            lambda spans, batch=batch: [span for span in spans if span.name == "forward" and span.parent == batch.id], "its forward pass"
+        )
+        assert forward.component == "adapter"
+        assert forward.attributes["sie.batch"] == batch.attributes["sie.batch"]
+        for trace, work_id in batch.links:
+            told = {span.name: span for span in collector.of(trace) if span.component == "adapter" and span.parent == work_id}
+            assert told.keys() == {"inference", "postprocess"}
+            assert all(span.links == ((forward.trace, forward.id),) for span in told.values())
+            assert told["inference"].end_ns <= forward.end_ns
+    assert max(len(batch.links) for batch in batches) > 1
+
+
+def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_any(
+    client: httpx.Client, cluster: Cluster, collector: Collector
+) -> None:
+    """X4: the canary is in texts, ids, metadata, names, parameters, headers, paths and bodies that cannot be read."""
+    item = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}
+    path, headers = "/v1/encode/test/mini", {"authorization": f"Bearer {CANARY}", "x-request-id": CANARY, "user-agent": CANARY}
+    answers = [
+        client.post(path, json={"items": [item]}, headers=headers),
+        client.post(path, params={"q": CANARY}, json={"items": [item], "params": {"truncate": CANARY}}, headers=headers),
+        client.post(path, content=f'{{"items": ["{CANARY}'.encode(), headers=headers),
+        client.post(f"/v1/encode/{CANARY}", json={"items": [item]}, headers=headers),
+        client.delete(f"/v1/models/{CANARY}", headers=headers),
+        client.post("/v1/score/test/cross", json={"query": CANARY, "items": [item]}, headers={"traceparent": CANARY, "tracestate": CANARY}),
+    ]
+    for answer in answers:
+        found = collector.until(
+            lambda spans, answer=answer: [
+                span for span in spans if span.trace == answer.headers["x-trace-id"] and "http.response.status_code" in span.attributes
+            ],
+            "its span",
+        )
+        assert found[0].attributes["http.response.status_code"] == answer.status_code
+        assert found[0].attributes.get("error.type", "") == answer.headers.get("x-sie-error-code", "")
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 404, 405, 200]
+    assert CANARY.encode() not in collector.raw.lower()
+
+
+def test_the_config_service_traces_what_is_asked_of_it(cluster: Cluster, collector: Collector) -> None:
+    asked = httpx.get(f"{cluster.health()['config_url']}/v1/configs/models", timeout=30)
+    (span,) = collector.until(lambda spans: [span for span in spans if span.trace == asked.headers["x-trace-id"]], "its span")
+    assert (span.component, span.name) == ("config", "GET configs")
+
+
+def test_an_adapter_that_was_forked_again_traces_as_the_one_before(client: httpx.Client, cluster: Cluster, collector: Collector) -> None:
+    *_, serving = cluster.pids("adapter")
+    cluster.signal(serving, 9)
+    asked = Asked(client, "encode")
+    (found,) = [span for span in whole(collector, asked.trace) if span.name == "inference"]
+    *_, now = cluster.pids("adapter")
+    assert now != serving
+    assert found.resource["service.instance.id"].endswith(f"-{now}")

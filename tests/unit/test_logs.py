@@ -1,0 +1,176 @@
+"""The line that a gateway writes for each request, plain and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import io
+import logging
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fake_adapter import toy_entry
+from inprocess import InProcess
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.runtime.process import configure_logging
+from sie_contracts.runtime.tracing import set_current
+from sie_contracts.trace_context import Context
+from sie_gateway.call import Call
+from sie_gateway.request_log import STAGES, log_request
+
+Lines = Callable[[], list[dict[str, Any]]]
+TOKEN = "token-7d31"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+LINE = re.compile(r"(?P<endpoint>\w+) (?P<status>\d{3}) in (?P<ms>\d+\.\d) ms(?P<told>( \w+=\S+)*)")
+
+
+@contextlib.contextmanager
+def configured(*, json: bool) -> Iterator[None]:
+    """The logs of a process, until the end of the block."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    configure_logging(json=json)
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets up JSON logs; call it for the lines of requests that came since the last call, each with what its message says."""
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+
+    def read() -> list[dict[str, Any]]:
+        entries = [msgspec.json.decode(line) for line in written.getvalue().splitlines()]
+        written.seek(0)
+        written.truncate()
+        found = [(entry, LINE.fullmatch(entry["message"])) for entry in entries if entry["logger"] == "sie.gateway"]
+        return [
+            {**entry, **match.groupdict(), "told": dict(pair.split("=") for pair in match["told"].split())}
+            for entry, match in found if match is not None
+        ]  # fmt: skip
+
+    with configured(json=True):
+        yield read
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, lines: Lines) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry()) as cluster:
+        yield cluster
+
+
+async def test_a_line_says_what_the_reply_says_of_stages_and_tokens(cluster: InProcess, lines: Lines) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar()
+    body = (await gateway.encode("one", "two words", traceparent=f"00-{TRACE}-b7ad6b7169203331-01")).json()
+    raw = await gateway.client.post("/v1/encode/toy/one", json={"items": ["one"]}, headers={"accept": "application/octet-stream"})
+    openai = (await gateway.client.post("/v1/embeddings", json={"model": "toy/one", "input": "one"})).json()
+    encoded, as_bytes, embeddings = lines()
+    assert (encoded["endpoint"], encoded["status"], encoded["model"], encoded["level"]) == ("encode", "200", "toy/one", "INFO")
+    assert (encoded["trace_id"], as_bytes["trace_id"]) == (TRACE, None)
+    assert encoded["told"] == {
+        "items": "2", "tokens": str(body["usage"]["total_tokens"]), **{name: str(body["timing"][name]) for name in STAGES},
+    }  # fmt: skip
+    assert sum(float(encoded["told"][name]) for name in STAGES) == pytest.approx(body["timing"]["total_time"], abs=0.01)
+    assert encoded["latency_ms"] >= body["timing"]["total_time"] - 0.01
+    assert float(encoded["ms"]) == pytest.approx(encoded["latency_ms"], abs=0.06)
+    assert float(as_bytes["told"]["inference_time"]) == pytest.approx(float(raw.headers["x-inference-time"]), abs=0.006)
+    assert (embeddings["endpoint"], embeddings["told"]["inference_time"]) == ("embeddings", str(openai["timing"]["inference_time"]))
+
+
+async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProcess, lines: Lines) -> None:
+    gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN=TOKEN)
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    adapter.failures["bad"] = InvalidInput("no", reason="schema").info()
+
+    async def post(body: Any, path: str = "/v1/encode/toy/one", **headers: str) -> str:
+        answer = await gateway.client.post(path, json=body, headers={**BEARER, **headers})
+        return str(answer.headers["x-sie-request-id"])
+
+    ids = [
+        await post({"items": ["good"]}),
+        await post({"items": ["bad"]}),
+        await post({"items": ["good", "bad"]}),
+        await post({"items": []}),
+        await post({"items": ["x"]}, "/v1/encode/toy/none"),
+        await post({"items": ["x"]}, authorization="Bearer other"),
+        await post({"items": ["x"]}, **{"content-encoding": "gzip"}),
+    ]
+    found = lines()
+    assert [line["request_id"] for line in found] == ids
+    assert [(line["status"], line["told"].get("code"), line["told"].get("items"), line["model"]) for line in found] == [
+        ("200", None, "1", "toy/one"), ("400", "INVALID_INPUT", "1", "toy/one"), ("200", None, "2", "toy/one"),
+        ("400", "INVALID_INPUT", None, "toy/one"), ("404", "MODEL_NOT_FOUND", None, None), ("401", "UNAUTHENTICATED", None, None),
+        ("400", "INVALID_INPUT", None, None),  # refused before its model was looked for
+    ]  # fmt: skip
+    assert [set(STAGES) <= line["told"].keys() for line in found] == [True, True, True, False, False, False, False]
+    assert [line["told"].get("tokens") for line in found[:2]] == ["6", "0"]
+
+
+async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(cluster: InProcess, lines: Lines) -> None:
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+    adapter.hold_batches = True
+    content = msgspec.json.encode({"items": ["one"]})
+    with pytest.raises(httpx.ReadTimeout):
+        await gateway.client.post("/v1/encode/toy/one", content=content, timeout=3)
+    again = asyncio.create_task(gateway.client.post("/v1/encode/toy/one", content=content))
+    await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+    adapter.let_go()
+    assert (await again).status_code == 200
+    found = {line["status"]: line for line in lines()}
+    assert {"200"} <= found.keys() <= {"200", "499"}
+    assert {line["model"] for line in found.values()} == {"toy/one"}
+
+
+def test_a_failure_has_the_same_fields_and_tells_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    with configured(json=True):
+        try:
+            int("canary-0f3a")
+        except ValueError:
+            logging.getLogger("sie.other").exception("it failed", extra={"request_id": "the-id"})
+    entry = msgspec.json.decode(capsys.readouterr().err)
+    assert entry.keys() == {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"}
+    assert entry["message"].startswith("it failed\n")
+    assert "test_logs.py" in entry["message"]
+    assert entry["message"].endswith("builtins.ValueError")
+    assert entry["request_id"] == "the-id"
+
+
+def traced_line() -> None:
+    set_current(Context(f"00-{TRACE}-b7ad6b7169203331-01"))
+    logging.getLogger("sie.other").warning("a trouble")
+
+
+def test_a_plain_line_names_the_request_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with configured(json=False):
+        call = Call("the-id", 0.0, {}, {"model": "toy/one"}, code="QUEUE_FULL")
+        log_request(call, "score", 503, 0.0021)
+        contextvars.copy_context().run(traced_line)
+        logging.getLogger("sie.other").warning("100 %% of %s", "it")
+    first, traced, second = (line.partition(" sie.")[2] for line in capsys.readouterr().err.splitlines())
+    assert first == "gateway: score 503 in 2.1 ms code=QUEUE_FULL model=toy/one request_id=the-id"
+    assert traced == f"other: a trouble trace_id={TRACE}"
+    assert second == "other: 100 % of it"
+
+
+def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "sie.gateway")
+    log_request(Call("the-id", 0.0, {}), "score", 200, 0.1)
+    assert not caplog.records

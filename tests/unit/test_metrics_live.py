@@ -1,0 +1,224 @@
+"""Metrics of what goes on: the age of the queue, who used what, exemplars, certificates, padding, the config service."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import config_api
+import httpx
+import pytest
+from config_api import ADMIN
+from fake_adapter import toy_entry
+from inprocess import GatewayProcess, InProcess
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from sie_config.metrics import route_of
+from sie_contracts import topology
+from sie_contracts.broker import BrokerError
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.bundles import Bundle
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
+from sie_contracts.runtime.metrics_table import TABLE
+from sie_contracts.topology import Lane
+from sie_gateway import lag
+from sie_gateway.admission import key_of
+from sie_gateway.auth import Gate
+from sie_gateway.backlog import Backlog
+from sie_gateway.finished import Finished
+from sie_sidecar.metrics import Metrics
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+WAIT_S = 30
+
+
+async def eventually(gateway: GatewayProcess, name: str, value: float | None = None, **labels: str) -> float:
+    """Wait until a metric has this value, or any above 0."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            found = await gateway.metric(name, **labels)
+            if found == value if value is not None else found > 0:
+                return found  # else once more: the scrape awaits
+
+
+async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B2: of a priority that nobody serves; and it is zero again, not absent, once it is served."""
+    monkeypatch.setattr(lag, "EVERY_S", 0.1)
+    model, lane = "toy/with.dots_and-More", {"pool": "_default", "machine_profile": "cpu", "bundle": "default"}
+    async with InProcess(tmp_path, toy_entry(model)) as cluster:
+        gateway, _ = await cluster.gateway(SIE_MACHINE_PROFILE="cpu"), await cluster.sidecar(SIE_MACHINE_PROFILE="cpu")
+        (adapter,) = cluster.adapters
+        adapter.hold_batches = True
+        asked = asyncio.create_task(gateway.encode("x", model=model, X_SIE_Priority="bulk"))
+        await eventually(gateway, "sie_gateway_queue_messages", 1, priority="bulk", **lane)
+        assert await gateway.metric("sie_gateway_queue_messages", priority="interactive", **lane) == 0
+        before_s = await eventually(gateway, "sie_gateway_queue_oldest_seconds", priority="bulk", **lane)
+        assert await gateway.metric("sie_gateway_model_queue_messages", model=model, priority="bulk", **lane) == 1
+        async with asyncio.timeout(WAIT_S):
+            while await gateway.metric("sie_gateway_model_queue_oldest_seconds", model=model, priority="bulk", **lane) <= before_s:
+                pass  # the scrape awaits
+        adapter.let_go()
+        assert (await asked).status_code == 200
+        await eventually(gateway, "sie_gateway_queue_messages", 0, priority="bulk")
+        text = (await gateway.get("/metrics")).text
+        assert 'sie_gateway_queue_oldest_seconds{bundle="default",machine_profile="cpu",pool="_default",priority="bulk"} 0.0' in text
+        assert "sie_gateway_model_queue_messages{" not in text
+
+
+async def test_what_cannot_be_asked_is_absent() -> None:
+    """A1: never zero."""
+    now_s = 0.0
+    server = MemoryServer()
+    broker = server.connect("gateway")
+    await broker.ensure_stream(topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60), owner=True)
+    backlog = Backlog(broker, {"_default"}, lambda: now_s)
+    told = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
+    lane = Lane("_default", "cpu", "default")
+    await broker.publish(topology.work_subject(lane, "bulk", "m"), b"nothing of ours", "1")
+    await backlog.fresh("_default", 0)
+    await told.look()
+    assert told.lanes()["_default", "cpu", "default", "bulk"].count == 1
+    assert told.models() == {}, "nobody can read it, so it names no model"
+    now_s = 100.0
+    await told.look()
+    assert told.lanes() == {}
+    await backlog.fresh("_default", 0)
+    server.disconnect()
+    with pytest.raises(BrokerError):
+        await told.look()
+    server.reconnect()
+    await backlog.stop()
+    await broker.close()
+
+
+@pytest.mark.parametrize("name", ["cpu", "l4-spot", "with.dots", "with_underscore", "Grün 1"])
+def test_the_lane_of_a_subject_is_read_back(name: str) -> None:
+    lane = Lane("p_1", name, f"{name}-bundle")
+    assert lag.lane_of(topology.work_subject(lane, "bulk", "m" * 300)) == lane
+    assert lag.lane_of(topology.slot_subject(lane, "interactive", "m")) == lane
+
+
+async def test_tokens_and_device_time_are_told_by_key_and_no_token_is(tmp_path: Path) -> None:
+    """X4: nothing of a token, nor what it could be guessed by."""
+    tokens = ("the-first-secret", "the-second-secret")
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=",".join(tokens), SIE_ADMIN_TOKEN=ADMIN)
+        await cluster.sidecar()
+        used = (await gateway.encode("one two three", Authorization=f"Bearer {tokens[1]}")).json()["usage"]["total_tokens"]
+        assert (await gateway.encode("one", Authorization=f"Bearer {ADMIN}")).status_code == 200
+        assert await gateway.metric("sie_gateway_key_tokens_total", key="static-2") == used > 0
+        assert 0 < await gateway.metric("sie_gateway_key_device_seconds_total", key="static-2") <= 0.001
+        assert await gateway.metric("sie_gateway_key_tokens_total", key="admin") > 0
+        assert await gateway.metric("sie_gateway_key_tokens_total", key="static-1") == 0
+        text = (await gateway.get("/metrics")).text
+        for token in (*tokens, ADMIN):
+            assert token not in text
+            assert key_of(token)[:8] not in text
+            grant = Gate(gateway.settings).check("GET", "/v1/models", f"Bearer {token}")
+            assert grant.name != grant.key
+
+
+def test_a_key_has_its_share_of_a_batch_by_tokens() -> None:
+    finished = Finished.__new__(Finished)
+    note, stages = BatchNote(tokens=100), Stages(inference_ms=40.0, postprocess_ms=10.0)
+    finished._results = [
+        WorkResult("r", 0, "w", (Ok({}, 20), Ok({}, 5)), stages=stages, batch=note),
+        WorkResult("r", 1, "w", (Ok({}, 100),), stages=stages, batch=note), WorkResult("r", 2, "w", (Ok({}, 7),)),
+    ]  # fmt: skip
+    assert finished.device_s == pytest.approx(0.0125 + 0.05)
+
+
+async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster:
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
+        assert (await gateway.encode("x")).status_code == 200
+        assert (await gateway.encode("x", traceparent=f"00-{'1' * 32}-00f067aa0ba902b7-00")).status_code == 200
+        assert (await gateway.encode("x", traceparent=f"00-{TRACE}-00f067aa0ba902b7-01")).status_code == 200
+        for process, name in ((gateway, "sie_gateway_request_latency_seconds"), (sidecar, "sie_request_duration_seconds")):
+            plain = await process.get("/metrics")
+            assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert TRACE not in plain.text
+            families = list(text_string_to_metric_families(plain.text))
+            assert families
+            async with asyncio.timeout(WAIT_S):
+                while not (found := await exemplars(process.side_url, name)):
+                    pass  # a chunk is counted after its result has left
+            assert found == {TRACE}
+
+
+async def exemplars(url: str, name: str) -> set[str]:
+    """The trace ids at a histogram, as Prometheus asks for them."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WAIT_S) as client:
+        answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    samples = [sample for family in openmetrics(answer.text) if family.name == name for sample in family.samples]
+    return {sample.exemplar.labels["trace_id"] for sample in samples if sample.exemplar is not None}
+
+
+async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> None:
+    """B1: with a zero before the first one."""
+    async with InProcess(tmp_path) as cluster:
+        gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
+        assert await sidecar.metric("sie_certificates_total", result="failed") == 0
+        assert 'sie_certificates_total{result="failed"} 0.0' in (await sidecar.get("/metrics")).text
+        cluster.adapters[0].refusals["toy/one"] = ModelLoadFailed("no", extras={"error_class": "CERTIFICATE", "permanent": True})
+        assert (await gateway.encode("x")).status_code == 502
+        assert await sidecar.metric("sie_certificates_total", result="failed") == 1
+        assert await sidecar.metric("sie_model_load_failures_total", model="toy/one") == 1
+
+
+def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
+    metrics = Metrics()
+    metrics.ran("m", BatchNote(items=3, tokens=80), BatchDone("b", (), b"", 20.0, 5.0, padding=20), 160)
+    found = {
+        sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples if "le" not in sample.labels
+    }  # fmt: skip
+    assert (found["sie_tokens_processed_total"], found["sie_padding_tokens_total"]) == (80, 20)
+    assert found["sie_device_seconds_total"] == pytest.approx(0.025)
+    assert (found["sie_batch_fill_ratio_sum"], found["sie_batch_size_sum"]) == (0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/configs/models", "models"), ("/v1/configs/models/a/b", "model"), ("/v1/configs/models/a/b/history", "history"),
+        ("/v1/configs/models/a/status", "status"), ("/v1/configs/models/a/rollback", "rollback"), ("/v1/configs/bundles", "bundles"),
+        ("/v1/configs/bundles/x/y", "bundle"), ("/v1/configs/export", "export"), ("/v1/configs/epoch", "epoch"), ("/docs", "other"),
+        ("/v1/configs/secret", "other"), ("/v1/other/models", "other"),
+    ],
+)  # fmt: skip
+def test_a_route_of_the_config_service_has_one_name_whatever_its_path_names(path: str, route: str) -> None:
+    assert route_of(path) == route
+
+
+async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -> None:
+    """B8: the epoch that gateways and workers are compared with; absent, not zero, before it is known."""
+    bundles = {"default": Bundle("default", families=("toy",))}
+    api = config_api.Api(MemoryServer(), bundles, topology.config_subject("default"), SIE_ADMIN_TOKEN=ADMIN)
+
+    async def told() -> dict[str, float]:
+        text = (await api.client.get("/metrics")).text
+        return {
+            f"{sample.name}{sorted(sample.labels.values())}": sample.value
+            for family in text_string_to_metric_families(text) for sample in family.samples if "le" not in sample.labels
+        }  # fmt: skip
+
+    before = await told()
+    assert before["sie_config_ready[]"] == 0
+    assert not any(name.startswith(("sie_config_catalogue_epoch", "sie_config_models")) for name in before)
+    await api.start()
+    entry = {"id": "org/one", "weights": {"package": "x"}, "family": "toy", "outputs": {"dense": 4}, "max_tokens": 16}
+    await api.call("POST", "/v1/configs/models", entry, 201)
+    await api.call("GET", "/v1/configs/models/org/none", status=404)
+    epoch = (await api.call("GET", "/v1/configs/epoch"))["epoch"]
+    found = await told()
+    assert found["sie_config_catalogue_epoch[]"] == float(epoch.rpartition(":")[2]) > 0
+    assert (found["sie_config_models[]"], found["sie_config_ready[]"]) == (1, 1)
+    assert found["sie_config_requests_total['201', 'POST', 'models']"] == 1
+    assert found["sie_config_requests_total['404', 'GET', 'model']"] == 1
+    assert found["sie_config_request_seconds_count['epoch']"] == 1
+    names = {name.partition("[")[0] for name in found}
+    assert names <= {name for metric in TABLE["config"].values() for name in metric.exported}

@@ -1,0 +1,233 @@
+"""What the tracing settings do, in one process before a fake adapter, with a real collector over gRPC; and what a trace never does.
+
+The whole way, to the forward pass, is in tests/system/test_tracing.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from inprocess import GatewayProcess, InProcess
+from otlp import Collector, Seen
+
+from sie_cli.embedded import free_port
+from sie_contracts.runtime import tracing
+from sie_contracts.settings import SettingError, load
+
+CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE = CLIENT.split("-")[1]
+UNSAMPLED = CLIENT[:-2] + "00"
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # the SDK's own: milliseconds between two exports
+    with Collector() as collector:
+        yield collector
+
+
+def settings_of(**environ: str) -> tracing.Tracing:
+    return load(environ=environ).settings.tracing
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+async def traced(cluster: InProcess, **environ: str) -> GatewayProcess:
+    """A gateway before a sidecar, both with these settings and with tracing on."""
+    own = {"SIE_TRACING_ENABLED": "true", **environ}
+    gateway = await cluster.gateway(**own)
+    await cluster.sidecar(**own)
+    return gateway
+
+
+async def until(collector: Collector, name: str, count: int = 1) -> list[Seen]:
+    """All spans, once there are so many of that name."""
+
+    def enough(spans: list[Seen]) -> list[Seen]:
+        return list(spans) if sum(span.name == name for span in spans) >= count else []
+
+    return await asyncio.to_thread(collector.until, enough, f"{count} of {name}")
+
+
+async def test_enabled_a_request_is_one_trace_and_disabled_the_collector_gets_nothing(tmp_path: Path, collector: Collector) -> None:
+    """SIE_TRACING_ENABLED."""
+    async with InProcess(made(tmp_path / "on")) as cluster:
+        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+        answer = await gateway.encode("a")
+        trace = answer.headers["x-trace-id"]
+        spans = await until(collector, "POST encode")
+        await until(collector, "batch")
+    spans = [span for span in collector.of(trace) if span.name != "publish"]
+    by_name = {span.name: span for span in spans}
+    (root,) = [span for span in spans if not span.parent]
+    assert root.name == "POST encode"
+    assert by_name["work"].parent == by_name["queue"].parent == root.id
+    assert by_name["batch"].parent == by_name["work"].id
+    assert {span.component for span in spans} == {"gateway", "sidecar"}
+    assert root.attributes["sie.request_id"] == answer.headers["x-sie-request-id"]
+    before = len(collector.spans)
+    async with InProcess(made(tmp_path / "off")) as cluster:
+        own = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        gateway = await cluster.gateway(**own)
+        adapter = await cluster.adapter()
+        await cluster.sidecar(adapter, **own)
+        answer = await gateway.encode("a", traceparent=CLIENT, tracestate="vendor=1")
+        assert "x-trace-id" not in answer.headers
+        batch = adapter.batches[-1]
+        assert (batch.traceparent, batch.tracestate, batch.groups[0].traceparent) == (CLIENT, "vendor=1", "")  # it goes on, untold
+    assert len(collector.spans) == before
+
+
+async def test_spans_are_told_by_the_service_name_and_components_by_their_own(tmp_path: Path, collector: Collector) -> None:
+    """OTEL_SERVICE_NAME."""
+    async with InProcess(tmp_path) as cluster:
+        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_SERVICE_NAME="search")
+        await gateway.encode("a")
+        await until(collector, "POST encode")
+        spans = await until(collector, "batch")
+    assert {span.resource["service.name"] for span in spans} == {"search"}
+    instances = {span.component: span.resource["service.instance.id"] for span in spans}
+    assert instances.keys() == {"gateway", "sidecar"}
+    assert instances["sidecar"].startswith("sidecar-w0-")
+    assert settings_of().service_name == "sie-server"
+
+
+async def test_spans_go_to_the_collector_to_the_console_or_nowhere(
+    tmp_path: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OTEL_TRACES_EXPORTER."""
+    told = {}
+    for exporter in ("console", "none"):
+        async with InProcess(made(tmp_path / exporter)) as cluster:
+            gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_EXPORTER=exporter)
+            answer = await gateway.encode("a", traceparent=CLIENT)
+            assert answer.headers["x-trace-id"] == TRACE
+        told[exporter] = capsys.readouterr().out
+    assert TRACE in told["console"]
+    assert TRACE not in told["none"]
+    assert collector.spans == []
+
+
+async def test_the_named_collector_gets_the_spans_and_one_that_is_away_hurts_nobody(
+    tmp_path: Path, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OTEL_EXPORTER_OTLP_ENDPOINT."""
+    with Collector() as other:
+        async with InProcess(tmp_path) as cluster:
+            gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=other.url)
+            assert (await gateway.encode("a")).status_code == 200
+            await until(other, "batch")
+    assert collector.spans == []
+    async with InProcess(made(tmp_path / "away")) as cluster:
+        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://user:secret@127.0.0.1:{free_port()}")
+        for _ in range(20):
+            assert (await gateway.encode("a")).status_code == 200
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("client", [None, CLIENT, UNSAMPLED])
+async def test_the_sampler_decides_and_every_process_decides_alike(tmp_path: Path, collector: Collector, client: str | None) -> None:
+    """OTEL_TRACES_SAMPLER: by itself, or where it is `parentbased_` as the client did, if it said."""
+    headers = {} if client is None else {"traceparent": client}
+    by_client = {"parentbased_always_off": client == CLIENT, "parentbased_always_on": client != UNSAMPLED}
+    expected = {"always_on": True, "always_off": False, **by_client}
+    for sampler, is_sampled in expected.items():
+        tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none", OTEL_TRACES_SAMPLER=sampler), "gateway")
+        context, span = tracing.begin_request(tracer, headers, "GET", "r", 0.0)
+        assert span is not None
+        assert (span.is_recording, span.trace_id is not None) == (is_sampled, is_sampled)
+        assert tracing.trace_id_of(context.traceparent) == (span.trace_id if is_sampled else None)
+        assert tracing.current_trace_id() == span.trace_id
+    async with InProcess(made(tmp_path / "off")) as cluster:
+        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_SAMPLER="parentbased_always_off")
+        answer = await gateway.encode("a", **headers)
+        assert ("x-trace-id" in answer.headers) == (client == CLIENT)
+        if client == CLIENT:
+            await until(collector, "batch")
+    assert bool(collector.spans) == (client == CLIENT)
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [("0", 0, 0), ("0.1", 50, 160), ("1.0", 1000, 1000)])
+def test_the_rate_is_the_share_of_traces_that_are_sampled(rate: str, least: int, most: int) -> None:
+    """OTEL_TRACES_SAMPLER_ARG."""
+    own = {"SIE_TRACING_ENABLED": "true", "OTEL_TRACES_EXPORTER": "none", "OTEL_TRACES_SAMPLER": "traceidratio"}
+    tracers = [tracing.start(settings_of(**own, OTEL_TRACES_SAMPLER_ARG=rate), name) for name in ("gateway", "sidecar")]
+    assert all(tracers)
+    above, below = tracers
+    spans = [above.begin("a") for _ in range(1000)]
+    assert least <= sum(span.is_recording for span in spans) <= most
+    assert all(below.begin("b", span.context).is_recording == span.is_recording for span in spans)
+
+
+def test_defaults_are_those_of_the_document() -> None:
+    assert settings_of() == tracing.Tracing(False, "sie-server", "otlp", "http://localhost:4317", "always_on", 1.0)
+
+
+def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "sie_contracts.runtime.spans", raising=False)
+    monkeypatch.delattr("sie_contracts.runtime.spans", raising=False)
+    with pytest.raises(SettingError, match=r"SIE_TRACING_ENABLED: .*pip install 'sie-cluster\[tracing\]'"):
+        tracing.start(settings_of(SIE_TRACING_ENABLED="true"), "gateway")
+    assert tracing.start(settings_of(), "gateway") is None
+
+
+def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More spans than the queue holds: the oldest go. The end waits for its bound, and says so."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with socket.create_server(("127.0.0.1", 0)) as silent, caplog.at_level(logging.WARNING):
+        environ = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        tracer = tracing.start(settings_of(**environ), "gateway")
+        assert tracer is not None
+        for _ in range(3000):
+            tracer.begin("a").end()
+        tracer.close()
+    assert "the last spans were not taken within 1 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "tracestate", "expected"),
+    [
+        (CLIENT, "a=1", (CLIENT, "a=1")), (CLIENT, "x" * 513, (CLIENT, "")), (CLIENT, "a=\x07", (CLIENT, "")),
+        (CLIENT + "-x", "a=1", ("", "")), ("x" * 60_000, "", ("", "")), ("", "a=1", ("", "")),
+    ],
+)  # fmt: skip
+def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expected: tuple[str, str]) -> None:
+    assert tracing.of_headers(traceparent, tracestate) == expected
+
+
+def test_off_nothing_of_opentelemetry_is_imported() -> None:
+    """By any process, also not with the first request. FastAPI itself imports the API, which does nothing without an SDK."""
+    code = """
+import asyncio, sys, tempfile
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import sie_sidecar.process, sie_adapter.process
+def imported():
+    return {".".join(name.split(".")[:2]) for name in sys.modules if name.partition(".")[0] in ("opentelemetry", "grpc")}
+assert not imported()
+import sie_config.process
+from inprocess import InProcess
+async def main():
+    async with InProcess(Path(tempfile.mkdtemp())) as cluster:
+        gateway = await cluster.gateway()
+        await cluster.sidecar()
+        assert (await gateway.encode("a")).status_code == 200
+asyncio.run(main())
+assert not imported() & {"opentelemetry.sdk", "opentelemetry.exporter", "grpc"}
+assert "sie_contracts.runtime.spans" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[1])], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
