@@ -9,8 +9,14 @@ import pytest
 from local_models import LocalModels
 
 _HERE = Path(__file__).parent
-# these wait for most of their time, and bound seconds
-_BESIDE_OTHERS = {"test_broker_faults.py", "test_dlq.py", "test_leases.py", "test_topology_command.py"}
+# these wait for most of their time, and bound seconds at most
+_BESIDE_OTHERS = {
+    f"test_{name}.py"
+    for name in (
+        "adversarial", "api", "broker_faults", "clients", "dlq", "docs", "doctor", "failpoints", "leases", "lora", "openapi",
+        "readme", "score_extract", "status", "tei", "topology_command",
+    )
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
