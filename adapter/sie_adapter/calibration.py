@@ -14,6 +14,7 @@ from sie_adapter.packing import Int64, Packed
 _LENGTHS = (8, 16, 32, 64, 128, 256, 512)  # one measurement stands for all lengths up to it and above the one before
 _GROUP_TOKENS = 64  # of a typical group of short sequences
 _ROUNDS = 5
+_WORTH = 0.5  # of the first kernel's time: where another is nearly as fast, chance would choose, and with it the last bits of a vector
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,15 @@ def uniform(kernel: Kernel) -> KernelTable:
 
 
 def measure(heads: int, key_heads: int, width: int, dtype: torch.dtype) -> KernelTable:
-    """Time the grouped kernels of a CPU on this shape. Takes about 0.1 s; the choice changes speed and rounding, nothing else."""
+    """Time the grouped kernels of a CPU on this shape. Takes about 0.1 s; the choice changes speed and rounding, nothing else, so another
+    than the first one has to be worth it."""
     candidates = [Kernel.SDPA, Kernel.BLOCKS] if dtype is torch.float32 else [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS]
 
     def best(limit: int, sequences: int) -> Kernel:
         # 7/8 of the bucket's limit: real lengths are rarely multiples of a vector, and some kernels are only fast there
         times = {kernel: _time(kernel, limit * 7 // 8, sequences, heads, key_heads, width, dtype) for kernel in candidates}
-        return min(candidates, key=times.__getitem__)
+        fastest = min(candidates, key=times.__getitem__)
+        return fastest if times[fastest] < _WORTH * times[candidates[0]] else candidates[0]
 
     alone = tuple(best(limit, 1) for limit in _LENGTHS)
     grouped = tuple(best(limit, _GROUP_TOKENS // limit) for limit in _LENGTHS if limit < _GROUP_TOKENS)

@@ -239,9 +239,8 @@ def test_a_lora_of_a_cross_encoder(kind: str, engine: Engine, base: Folders, roo
     assert served.answers().tobytes() == before.tobytes()
 
 
-def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU reorders weights; which ones depends on its speed, so here all."""
-    monkeypatch.setattr("sie_adapter.linear._gains", lambda layer: True)
+def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path) -> None:
+    """A CPU reorders weights."""
     folder = base("bert")
     served = serve(engine, shutil.copytree(folder, root / "blocked"))
     lora = trained(folder, root / "blocked-lora", every_layer("bert"))
