@@ -296,14 +296,6 @@ def _http_date() -> str:
     return format_datetime(datetime.now(UTC), usegmt=True)
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait for something, for a minute at most."""
-    deadline_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
 _numbers = itertools.count()
 
 

@@ -23,6 +23,7 @@ EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client nee
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
+STAGES = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")  # the whole
 _TIMING_HEADERS = (
     ("X-Queue-Time", "queue_time"), ("X-Tokenization-Time", "preprocess_time"), ("X-Inference-Time", "inference_time"),
     ("X-Postprocessing-Time", "postprocess_time"), ("X-Total-Time", "total_time"), ("X-Batch-Wait-Time", "batch_wait_time"),
@@ -350,9 +351,8 @@ def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None) -> dict[
     waited, total = round(queue + batch, 3), round(total_ms, 3)
     queue, preprocess, batch, inference, post, rest = (round(value, 3) for value in (queue, preprocess, batch, inference, post, rest))
     return {
-        "queue_time": queue, "preprocess_time": preprocess, "batch_wait_time": batch, "inference_time": inference,
-        "postprocess_time": post, "unattributed_time": rest, "total_time": total, "queue_ms": waited, "tokenization_ms": preprocess,
-        "inference_ms": inference, "postprocessing_ms": post, "unattributed_ms": rest, "total_ms": total,
+        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)), "total_time": total, "queue_ms": waited,
+        "tokenization_ms": preprocess, "inference_ms": inference, "postprocessing_ms": post, "unattributed_ms": rest, "total_ms": total,
     }  # fmt: skip
 
 

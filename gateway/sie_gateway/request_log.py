@@ -12,8 +12,7 @@ import logging
 from operator import itemgetter
 
 from sie_gateway.call import Call
-
-STAGES = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")
+from sie_gateway.reply import STAGES
 
 _logger = logging.getLogger("sie.gateway")
 _of_stages = itemgetter(*STAGES)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from sie_contracts.messages import WorkResult
 from sie_contracts.runtime import tracing
 from sie_gateway.call import Call
+from sie_gateway.reply import STAGES
 
 if TYPE_CHECKING:
     from sie_contracts.runtime.spans import Tracer
 
 _POLLED = ("/health", "/v1/scaling/")  # by machines, every few seconds
-_TOLD = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time", "total_time")
+_TOLD = (*STAGES, "total_time")
 
 
 def begin(tracer: Tracer | None, call: Call, method: str) -> None:

@@ -24,7 +24,8 @@ from sie_contracts.runtime.process import configure_logging
 from sie_contracts.runtime.tracing import set_current
 from sie_contracts.trace_context import Context
 from sie_gateway.call import Call
-from sie_gateway.request_log import STAGES, log_request
+from sie_gateway.reply import STAGES
+from sie_gateway.request_log import log_request
 
 Lines = Callable[[], list[dict[str, Any]]]
 TOKEN = "token-7d31"

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from object_stores import BUCKET, S3, Faults, Google, Moto, Place, Request, aws_environ, google_account, until
+from cluster import until
+from object_stores import BUCKET, S3, Faults, Google, Moto, Place, Request, aws_environ, google_account
 
 from sie_adapter.weights import LocalCache, Progress
 from sie_adapter.weights.cluster import ClusterCache
@@ -352,7 +353,7 @@ def test_a_fetch_that_is_killed_twice_is_right_in_the_end(faulty: Place, source:
     for _ in range(2):
         faulty.server.faults = Faults(slow_from=1 << 15, pause_s=0.2)
         with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as fetcher:
-            until(lambda before=before: _length(tmp_path) > before)  # type: ignore[misc]
+            until(lambda before=before: _length(tmp_path) > before, 60, "more bytes are there")  # type: ignore[misc]
             fetcher.send_signal(signal.SIGKILL)
         before = _length(tmp_path)
         assert LocalCache(tmp_path / "cache").find(REPOSITORY, COMMIT) is None
