@@ -57,9 +57,13 @@ def alerts() -> str:
 
 
 def panels() -> str:
-    """The titles of the dashboard."""
+    """What the dashboard shows, row by row."""
     found = json.loads((FILES / "dashboards" / "sie.json").read_text("utf-8"))
-    return "\n".join(f"* {panel['title']}" for panel in found["panels"])
+    rows = [
+        f"| **{panel['title']}** | |" if panel["type"] == "row" else f"| {panel['title']} | {panel['description']} |"
+        for panel in found["panels"]
+    ]
+    return "\n".join(["| panel | what to read from it |", "|---|---|", *rows])
 
 
 def page(old: str) -> str:

@@ -25,13 +25,35 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in spec()["groups"] for rule in group["rules"]]
 
 
+def boards() -> dict[str, Any]:
+    """The dashboards by the names of their files."""
+    return {file.stem: json.loads(file.read_text("utf-8")) for file in sorted((CHART / "files" / "dashboards").glob("*.json"))}
+
+
+def filled(expression: str, *, rate: str = "5m", span: str = "1h", interval_ms: int = 60_000) -> str:
+    """An expression of a panel with its variables as Grafana puts them in: `$__rate_interval` and `$__range` are durations."""
+    values = {"$namespace": NAMESPACE, "$__rate_interval": rate, "$__range": span, "$__interval_ms": f"{interval_ms}"}
+    for name, value in values.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
 def panels() -> list[tuple[str, str]]:
     """The expressions of all dashboards, each with the title of its panel."""
-    boards = [json.loads(file.read_text("utf-8")) for file in sorted((CHART / "files" / "dashboards").glob("*.json"))]
     return [
-        (panel["title"], target["expr"].replace("$namespace", NAMESPACE))
-        for board in boards for panel in board["panels"] for target in panel["targets"]
+        (panel["title"], filled(target["expr"]))
+        for board in boards().values() for panel in board["panels"] for target in panel.get("targets", ())
     ]  # fmt: skip
+
+
+def relabelings() -> list[dict[str, Any]]:
+    """What the chart's ServiceMonitors change in the labels of a target, one list for all of them."""
+    (found,) = {
+        json.dumps(endpoint.get("relabelings", []))
+        for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values() for endpoint in monitor["spec"]["endpoints"]
+    }  # fmt: skip
+    changes: list[dict[str, Any]] = json.loads(found)
+    return changes
 
 
 def rule_tests() -> dict[str, Any]:

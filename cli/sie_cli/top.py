@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,16 @@ from sie_contracts.settings import public_url
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 FIRST_S = 5.0  # of an attempt to connect, the first one too
 STALE_S = 3.0  # frames come every second
 REDRAW_S = 1.0
 LEAST_WIDTH, PIPE_WIDTH, PIPE_HEIGHT = 30, 120, 60
 _WIDE, _MIDDLE = 100, 70  # columns of a terminal, from which on more of a table is shown
-_COLUMNS = {"WORKERS": 9, "STATE": 9, "QUEUED": 7, "LOADED": 7, "DEVICE": 7}  # least cells of columns that stand below each other
-_NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 37, 70  # cells of all columns but the first
+_CELLS = (9, 7, 7, 7)  # at least, of the columns after the first, which stand below each other
+_NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but the first
+_OLD_S, _STUCK_S = 10.0, 60.0  # of work that waits: the chart's alert SIEQueueStuck
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
 
 
@@ -46,6 +49,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     bundle: str
     healthy: bool
     device: str = ""
+    gpu_count: int = 1
     queue_depth: int = 0
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
@@ -64,19 +68,61 @@ class ModelRow(msgspec.Struct, frozen=True):
 
 class Sums(msgspec.Struct, frozen=True):
     worker_count: int
-    gpu_count: int
     models_loaded: int
     total_qps: float
 
 
+class QueueRow(msgspec.Struct, frozen=True):
+    """What the broker holds of a lane and priority, or of a model there: see `sie_gateway.status.QueueInfo`."""
+
+    pool: str
+    machine_profile: str
+    bundle: str
+    priority: str
+    messages: int
+    oldest_s: float
+    model: str = ""
+
+
 class Frame(msgspec.Struct, frozen=True):
-    """What a gateway tells each second."""
+    """What a gateway tells each second. The queues are None while it does not know them."""
 
     timestamp: float
     version: str
     cluster: Sums
     workers: list[WorkerRow]
     models: list[ModelRow]
+    queues: list[QueueRow] | None = None
+    model_queues: list[QueueRow] | None = None
+
+
+@dataclass
+class Queued:
+    """Messages at the broker, those of priority bulk among them, and the age of the oldest."""
+
+    messages: int = 0
+    bulk: int = 0
+    oldest_s: float = 0.0
+
+    def add(self, row: QueueRow) -> None:
+        self.messages += row.messages
+        self.bulk += row.messages if row.priority == "bulk" else 0
+        self.oldest_s = max(self.oldest_s, row.oldest_s)
+
+
+@dataclass
+class LaneRow:
+    """One lane (pool.machine profile.bundle) with its workers, healthy and all. `queued` is None while it is not known."""
+
+    name: str
+    healthy: int = 0
+    workers: int = 0
+    queued: Queued | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing waits without a healthy worker, and no worker is away."""
+        return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
 @dataclass
@@ -117,8 +163,9 @@ def top(gateway: str | None, once: bool) -> None:
     """
     from rich.console import Console
 
-    from sie_sdk.errors import SIEError
+    from sie_sdk.errors import AuthenticationError, SIEConnectionError, SIEError
 
+    logging.getLogger("sie_sdk").setLevel(logging.ERROR)  # its warnings of attempts would break the picture, which tells of them
     found = loaded({"gateway_url": gateway})
     url = (found.settings.gateway_url or GATEWAY).partition(",")[0].rstrip("/")
     secret = gateway_token(found.settings, found.sources)
@@ -128,6 +175,10 @@ def top(gateway: str | None, once: bool) -> None:
         console = Console(highlight=False, width=PIPE_WIDTH, height=PIPE_HEIGHT)
     try:
         asyncio.run(_shown(View(public_url(url)), url, token, console, once))
+    except AuthenticationError as error:
+        refuse(ValueError(f"{error}: set SIE_AUTH_TOKEN to a token with the scope read"))
+    except SIEConnectionError as error:
+        refuse(ValueError(f"no gateway answers at {public_url(url)}: {error}"))
     except SIEError as error:
         refuse(error)
     except msgspec.ValidationError as error:
@@ -217,49 +268,122 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     frame = view.frame
     if frame is None:
         return Group(head)
-    head.append(f"  version {frame.version}", "bright_black")
-    sums = frame.cluster
-    queued = sum(worker.queue_depth for worker in frame.workers)
-    parts = [
-        counted(sums.worker_count, "worker"), counted(sums.gpu_count, "GPU"), f"{sums.models_loaded} of {len(frame.models)} models loaded",
-        f"{queued:,} queued", f"{sums.total_qps:.1f} req/s",
-    ]  # fmt: skip
-    figures = Text("  ".join(parts), no_wrap=width >= _MIDDLE, overflow="ellipsis")
+    version = f"  version {frame.version}"
+    if head.cell_len + len(version) <= width:
+        head.append(version, "bright_black")
+    lanes, of_models = lanes_of(frame), _queues_of_models(frame)
+    figures = _lines(_figures(frame, lanes), width)
     active = sorted(
-        (model for model in frame.models if model.state != "available" or model.total_queue_depth),
-        key=lambda model: (-model.total_queue_depth, model.state != "loaded", model.name),
+        (model for model in frame.models if model.state != "available" or of_models[model.name].messages),
+        key=lambda model: (-of_models[model.name].messages, model.state != "loaded", model.name),
     )  # fmt: skip
-    lanes = lanes_of(frame.workers)
-    room = max(6, height - 2 - (0 if width >= _MIDDLE else 2) - 9)  # 9: a blank line, a heading and a rest for each of three tables
-    some_lanes = min(len(lanes), max(1, room // 5))
+    room = max(6, height - 1 - len(figures) - 9)  # 9: a blank line, a heading and a rest for each of three tables
+    some_lanes = _fitting(len(lanes), max(1, room // 5))
     some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
     some_models = min(len(active), max(1, room - some_lanes - some_workers))
-    some_workers = min(len(frame.workers), room - some_lanes - some_models)
-    names = [each.name for each in frame.workers] + [each.name for each in active[:some_models]] + [lane for lane, *_ in lanes[:some_lanes]]
+    some_workers = _fitting(len(frame.workers), room - some_lanes - some_models)
+    names = [worker.name for worker in frame.workers] + [model.name for model in active[:some_models]] + [lane.name for lane in lanes]
     others = _WIDE_REST if width >= _WIDE else _MIDDLE_REST if width >= _MIDDLE else _NARROW_REST
     first = min(max(map(cell_len, names), default=0), width - others)
+    other_models = len(frame.models) - some_models
     return Group(
-        head, figures, Text(""),
-        *_with_rest(_lanes(lanes[:some_lanes], first), len(lanes) - some_lanes, "more"), Text(""),
-        *_with_rest(_workers(frame.workers, some_workers, width, first), len(frame.workers) - some_workers, "more"), Text(""),
-        *_with_rest(_models(active[:some_models], width, first), len(frame.models) - some_models, "other models"),
+        head, *figures, Text(""),
+        *_with_rest(_lanes(lanes[:some_lanes], width, first), len(lanes), len(lanes) - some_lanes, "more"), Text(""),
+        *_with_rest(_workers(frame.workers, some_workers, width, first), len(frame.workers), len(frame.workers) - some_workers, "more"),
+        Text(""),
+        *_with_rest(
+            _models(active[:some_models], of_models, width, first), len(frame.models), other_models,
+            "other model" if other_models == 1 else "other models",
+        ),
     )  # fmt: skip
 
 
-def _with_rest(table: Table, rest: int, what: str) -> Iterable[RenderableType]:
+def _fitting(count: int, room: int) -> int:
+    """How many of so many rows to show: a single one that is left has the place of the line that would count it."""
+    return count if count <= room + 1 else room
+
+
+def _figures(frame: Frame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
+    """Sums of the head, each with its colour. A CPU is no GPU, whatever a worker that runs on one counts."""
+    sums, most = frame.cluster, len(frame.workers)
+    workers = counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
+    gpus = sum(worker.gpu_count for worker in frame.workers if worker.healthy and worker.device != "cpu")
+    found = [(workers, "" if sums.worker_count == most and most else "red")]
+    found += [(counted(gpus, "GPU"), "")] if gpus else []
+    found.append((f"{sums.models_loaded} of {counted(len(frame.models), 'model')} loaded", ""))
+    if frame.queues is None:
+        found.append(("queue not known", "yellow"))
+    else:
+        oldest_s = max((lane.queued.oldest_s for lane in lanes if lane.queued), default=0.0)
+        found.append((f"{sum(queue.messages for queue in frame.queues):,} queued", ""))
+        found += [(f"oldest {_age(oldest_s)}", _age_colour(oldest_s))] if oldest_s else []
+    return [*found, (f"{sums.total_qps:.1f} req/s", "")]
+
+
+def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
+    """Parts two cells apart on as many lines as they need, none of them broken."""
     from rich.text import Text
 
-    return (table, Text(f"  {rest:,} {what}", "bright_black")) if rest > 0 else (table,)
+    lines = [Text(no_wrap=True, overflow="ellipsis")]
+    for text, colour in parts:
+        if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
+            lines.append(Text(no_wrap=True, overflow="ellipsis"))
+        lines[-1].append("  " if lines[-1].cell_len else "").append(text, colour)
+    return lines
 
 
-def lanes_of(workers: Iterable[WorkerRow]) -> list[tuple[str, int, int, int]]:
-    """(pool.machine profile.bundle, healthy workers, all workers, queued work items) of each lane that has a worker, by its name."""
-    found: dict[str, tuple[int, int, int]] = {}
-    for worker in workers:
-        lane = f"{worker.pool}.{worker.gpu}.{worker.bundle}" if worker.pool else "(not known)"
-        well, every, queued = found.get(lane, (0, 0, 0))
-        found[lane] = well + worker.healthy, every + 1, queued + worker.queue_depth
-    return [(lane, *counts) for lane, counts in sorted(found.items())]
+def _with_rest(table: Table, count: int, rest: int, what: str) -> Iterable[RenderableType]:
+    """A table of `count` rows of which the last `rest` are not in it."""
+    from rich.text import Text
+
+    below = f"  {rest:,} {what}" if rest > 0 else "" if count else "  none"
+    return (table, Text(below, "bright_black")) if below else (table,)
+
+
+def lanes_of(frame: Frame) -> list[LaneRow]:
+    """Lanes with a worker or with work: those that are not well first, then by name."""
+    found: dict[str, LaneRow] = {}
+    for worker in frame.workers:
+        name = f"{worker.pool}.{worker.gpu}.{worker.bundle}" if worker.pool else "(not known)"
+        lane = found.setdefault(name, LaneRow(name))
+        lane.workers += 1
+        lane.healthy += worker.healthy
+    if frame.queues is not None:
+        for lane in found.values():
+            lane.queued = Queued()
+        for row in frame.queues:
+            name = f"{row.pool}.{row.machine_profile}.{row.bundle}"
+            if row.messages or name in found:
+                lane = found.setdefault(name, LaneRow(name, queued=Queued()))
+                assert lane.queued is not None
+                lane.queued.add(row)
+    return sorted(found.values(), key=lambda lane: (lane.is_well, lane.name))
+
+
+def _queues_of_models(frame: Frame) -> dict[str, Queued]:
+    """Of each model what the broker holds; of those that it is not told of, and without it, what workers hold of them."""
+    told: dict[str, Queued] = {}
+    for row in frame.model_queues or ():
+        told.setdefault(row.model, Queued()).add(row)
+    return {model.name: told.get(model.name) or Queued(model.total_queue_depth) for model in frame.models}
+
+
+def _age(age_s: float) -> str:
+    """In three digits at most, with a unit."""
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.1f} s" if age_s < 9.95 else f"{age_s:.0f} s"
+
+
+def _age_colour(age_s: float) -> str:
+    return "red" if age_s > _STUCK_S else "yellow" if age_s > _OLD_S else ""
+
+
+def _aged(queued: Queued) -> str:
+    """A cell with an age, empty without work."""
+    age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
+    return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
@@ -267,38 +391,41 @@ def _table(first: int, *columns: tuple[str, bool]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
+    least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):
         table.add_column(
             title, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis", width=None if number else first,
-            min_width=_COLUMNS.get(title),
+            min_width=least.get(number),
         )  # fmt: skip
     return table
 
 
-def _lanes(lanes: list[tuple[str, int, int, int]], first: int) -> Table:
-    table = _table(first, ("LANE", False), ("WORKERS", False), ("QUEUED", True))
-    for lane, well, every, queued in lanes:
-        table.add_row(lane, f"{well}" if well == every else f"[red]{well} of {every}[/red]", f"{queued:,}")
+def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
+    columns = [("LANE", False), ("WORKERS", False), ("QUEUED", True)]
+    columns += [("OLDEST", True), ("BULK", True)] if width >= _MIDDLE else []
+    table = _table(first, *columns)
+    for lane in lanes:
+        workers = f"{lane.healthy}" if lane.healthy == lane.workers else f"{lane.healthy} of {lane.workers}"
+        row = [_plain(lane.name), workers if lane.is_well else f"[red]{workers}[/red]"]
+        queued = lane.queued
+        row += ["-", "", "-"] if queued is None else [f"{queued.messages:,}", _aged(queued), f"{queued.bulk:,}"]
+        table.add_row(*row[: len(columns)])
     return table
 
 
 def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
     """Those that are not well first, then by queue."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
-    columns = [("WORKER", False), ("STATE", False), ("QUEUED", True)]
+    columns = [("WORKER", False), ("STATE", False), ("IN HAND", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
     columns += [("DEVICE", False), ("MEMORY", False)] if width >= _WIDE else [("MEM", True)] if width >= _MIDDLE else []
     table = _table(first, *columns)
     for worker in shown:
         state = "[green]ready[/green]" if worker.healthy else "[red]not ready[/red]"
-        row = [_plain(worker.name), state, f"{worker.queue_depth:,}"]
-        row += [str(len(worker.loaded_models))] if width >= _MIDDLE else []
+        row = [_plain(worker.name), state, f"{worker.queue_depth:,}", str(len(worker.loaded_models))]
         share = worker.memory_used_bytes / worker.memory_total_bytes if worker.memory_total_bytes else None
-        if width >= _WIDE:
-            row += [_plain(worker.device or "-"), _memory(worker, share)]
-        elif width >= _MIDDLE:
-            row += ["-" if share is None else f"{share:.0%}"]
-        table.add_row(*row)
+        row += [_plain(worker.device or "-"), _memory(worker, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
+        table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")  # what it told last
     return table
 
 
@@ -312,17 +439,16 @@ def _memory(worker: WorkerRow, share: float | None) -> str:
     return f"{bar} {share:4.0%} of {size(worker.memory_total_bytes)}"
 
 
-def _models(models: list[ModelRow], width: int, first: int) -> Table:
+def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int, first: int) -> Table:
     columns = [("MODEL", False), ("STATE", False), ("QUEUED", True)]
-    columns += [("WORKERS", True)] if width >= _MIDDLE else []
+    columns += [("OLDEST", True), ("WORKERS", True)] if width >= _MIDDLE else []
     columns += [("PROFILES", False)] if width >= _WIDE else []
     table = _table(first, *columns)
     for model in models:
-        colour = _STATE_COLOURS.get(model.state, "bright_black")
-        row = [_plain(model.name), f"[{colour}]{model.state}[/{colour}]", f"{model.total_queue_depth:,}"]
-        row += [str(model.worker_count)] if width >= _MIDDLE else []
-        row += [_plain(", ".join(model.gpu_types) or "-")] if width >= _WIDE else []
-        table.add_row(*row)
+        colour, queued = _STATE_COLOURS.get(model.state, "bright_black"), of_models[model.name]
+        row = [_plain(model.name), f"[{colour}]{model.state}[/{colour}]", f"{queued.messages:,}", _aged(queued)]
+        row += [str(model.worker_count), _plain(", ".join(model.gpu_types) or "-")]
+        table.add_row(*row[: len(columns)])
     return table
 
 

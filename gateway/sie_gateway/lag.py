@@ -41,6 +41,7 @@ class Lag:
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, Waiting] = {}
         self._models: dict[Labels, Waiting] = {}
+        self.is_known = False  # else there is nothing to tell, which is not the same as no work
 
     def lanes(self) -> Mapping[Labels, Waiting]:
         """By pool, machine profile, bundle and priority."""
@@ -58,7 +59,7 @@ class Lag:
                 await self.look()
                 trouble.passed()
             except BrokerError as error:
-                self._lanes, self._models = {}, {}
+                self._lanes, self._models, self.is_known = {}, {}, False
                 trouble.met(error)
 
     async def look(self) -> None:
@@ -69,12 +70,10 @@ class Lag:
         models: dict[Labels, Waiting] = {}
         pools = sorted(self._pools)
         self._known = {lane: None for lane in self._known if lane.pool in pools}
-        for pool in pools:
-            counts = self._backlog.by_subject(pool)
-            if counts is None:
-                continue
+        found = {pool: counts for pool in pools if (counts := self._backlog.by_subject(pool)) is not None}
+        for pool, counts in found.items():
             await self._look(pool, counts, lanes, models)
-        self._lanes, self._models = lanes, models
+        self._lanes, self._models, self.is_known = lanes, models, bool(found)
 
     async def _look(self, pool: str, counts: Mapping[str, int], lanes: dict[Labels, Waiting], models: dict[Labels, Waiting]) -> None:
         busy: dict[Lane, int] = {}

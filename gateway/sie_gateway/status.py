@@ -30,7 +30,9 @@ from sie_contracts.runtime.process import Stop
 from sie_contracts.runtime.websocket import Frames, check_origin
 from sie_contracts.settings import Settings, public_url
 from sie_gateway.fleet import STATES, Fleet
+from sie_gateway.lag import Labels, Lag
 from sie_gateway.peers import Peers
+from sie_gateway.placement import Waiting
 from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
 
 CLUSTER_EVERY_S = 1.0
@@ -43,6 +45,7 @@ CONSOLE = Path(__file__).parent / "console" / "index.html"
 CONSOLE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
+_OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -80,6 +83,18 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     gpu_count: int
     models_loaded: int
     total_qps: float
+
+
+class QueueInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the broker holds of a lane and priority, or of one `model` there: messages, leased ones included, and the age of the oldest."""
+
+    pool: str
+    machine_profile: str
+    bundle: str
+    priority: str
+    messages: int
+    oldest_s: float
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,7 @@ class Status:
 
     def __init__(
         self, settings: Settings, broker: Broker, feed: CatalogueFeed, fleet: Fleet, peers: Peers, pools: Iterable[str],
-        nats_monitor_url: str | None,
+        lag: Lag, nats_monitor_url: str | None,
     ) -> None:  # fmt: skip
         """Raises SettingError where Kubernetes is to be asked and this is no pod."""
         self._settings = settings
@@ -148,6 +163,7 @@ class Status:
         self._fleet = fleet
         self._peers = peers
         self._pools = pools
+        self._lag = lag
         self._nats_monitor_url = nats_monitor_url
         self.sockets = Workers(settings)
         self.dead_letters = 0
@@ -198,11 +214,18 @@ class Status:
         })  # fmt: skip
         return found
 
+    def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
+        """Of lanes, and of the models with the most or the oldest work; None while the broker has not told."""
+        if not self._lag.is_known:
+            return None
+        return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
+
     def _cluster_frame(self) -> str:
         workers, cluster, models = self.view()
+        queues, model_queues = self.queues() or (None, None)
         return msgspec.json.encode({
             "timestamp": time.time(), "version": sie_contracts.__version__, "cluster": cluster,
-            "workers": [seen.info for seen in workers], "models": models,
+            "workers": [seen.info for seen in workers], "models": models, "queues": queues, "model_queues": model_queues,
         }).decode()  # fmt: skip
 
     async def show(self, path: str, query: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,6 +265,13 @@ class Status:
         if not place.isdecimal() or len(place) > 4 or int(place) >= len(urls):
             raise NotFound(f"worker: expected a number from 0 to {len(urls) - 1}")
         return urls[int(place)]
+
+
+def _queues(names: tuple[str, ...], found: Mapping[Labels, Waiting]) -> list[QueueInfo]:
+    return [
+        QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
+        for labels, waiting in found.items()
+    ]
 
 
 def _letters(pool: str) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 import promql_parser as promql
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from helm import CHART, FILES, of_kind, pod, rendered, workloads
 from monitoring import panels, parts_of, rule_tests, rules, spec
 
@@ -32,6 +35,8 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
         assert spec.keys() == {"namespaceSelector", "selector", "endpoints"}
         assert spec["namespaceSelector"] == {"matchNames": ["search"]}
         (endpoint,) = spec["endpoints"]
+        # a label that the operator adds under a metric's own name would push that aside
+        assert endpoint.pop("relabelings") == [{"action": "labeldrop", "regex": "endpoint"}]
         assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "30s"}
         selected = [
             each for each in of_kind("Service", found).values()
@@ -94,10 +99,39 @@ def test_dashboards_are_whole() -> None:
     assert len(found) == len(list((CHART / "files" / "dashboards").glob("*.json"))) > 0
     for each in found.values():
         numbers = [panel["id"] for panel in each["panels"]]
-        assert len(set(numbers)) == len(numbers)
-        places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in each["panels"]}
-        assert len(places) == len(numbers)
-        assert all(target["expr"] for panel in each["panels"] for target in panel["targets"])
+        titles = [panel["title"] for panel in each["panels"]]
+        assert len(set(numbers)) == len(numbers) == len(set(titles))
+        cells = [
+            (x, y) for panel in each["panels"] for at in [panel["gridPos"]]
+            for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+        ]  # fmt: skip
+        assert len(set(cells)) == len(cells), "panels lie over each other"
+        assert max(x for x, _ in cells) < 24
+        for panel in each["panels"]:
+            if panel["type"] != "row":
+                assert panel["description"], panel["title"]
+                assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+                assert all(target["expr"] and target["legendFormat"] for target in panel["targets"]), panel["title"]
+
+
+def test_every_field_of_a_dashboard_is_one_that_grafana_reads() -> None:
+    """What its own types read and write again is what the file says: they leave out names that they do not know."""
+    register_default_plugins()
+    for each in dict(dashboards()).values():
+        again = json.loads(JSONEncoder().encode(Dashboard.from_json(each)))
+        assert lost(each, again) == []
+
+
+def lost(wanted: Any, found: Any, path: str = "") -> list[str]:
+    """Where `found` has not what is wanted; it may have more."""
+    if isinstance(wanted, dict):
+        within = found if isinstance(found, dict) else {}
+        return [each for name, value in wanted.items() for each in lost(value, within.get(name), f"{path}.{name}")]
+    if isinstance(wanted, list):
+        if not isinstance(found, list) or len(found) != len(wanted):
+            return [path]
+        return [each for number, value in enumerate(wanted) for each in lost(value, found[number], f"{path}[{number}]")]
+    return [] if wanted == found else [path]
 
 
 ADDED = {"namespace", "service", "pod", "job", "instance"}  # by Prometheus, to every series

@@ -1,22 +1,21 @@
-"""A real Prometheus scrapes a loaded cluster: its rules load, and every panel of the dashboard shows something."""
+"""A real Prometheus scrapes a loaded cluster: its rules load, every panel of the dashboard shows something and can be drawn."""
 
 from __future__ import annotations
 
-import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import promql_parser as promql
 import pytest
-import yaml
 from cluster import until
-from monitoring import NAMESPACE, panels, parts_of, proven, spec
+from monitoring import NAMESPACE, boards, panels, parts_of, proven
+from pictures import draw
+from prometheus_server import Prometheus
 from stack import Device, Plan, Stack
 
-from sie_cli.embedded import free_port
 from sie_contracts.runtime.metrics_table import every
 
 pytestmark = [pytest.mark.debian, pytest.mark.serial]
@@ -24,67 +23,6 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENTS = 12
 WAIT_S = 90.0
 ENVIRON = {"SIE_CHUNK_COST": "256", "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4"}
-
-
-class Prometheus:
-    """One server with a folder of its own."""
-
-    def __init__(self, folder: Path, stack: Stack) -> None:
-        (folder / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
-        targets = [
-            *((url, "sie-gateway-metrics", f"gateway-{number}") for number, url in enumerate(stack.metrics_urls)),
-            *((worker.url, "sie-worker", worker.sidecar.name.replace(" ", "-")) for worker in stack.workers),
-            (stack.config_url, "sie-config", "config-0"),
-        ]
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": ["rules.yaml"],
-            "scrape_configs": [{"job_name": "sie", "static_configs": [
-                {"targets": [url.removeprefix("http://")], "labels": {"namespace": NAMESPACE, "service": service, "pod": pod}}
-                for url, service, pod in targets
-            ]}],
-        }  # fmt: skip
-        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), "utf-8")
-        port = free_port()
-        self.targets = len(targets)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=10)
-        self._log = (folder / "log").open("w")
-        self._process = subprocess.Popen(
-            [
-                "prometheus", f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
-            ],
-            stdout=self._log, stderr=self._log,
-        )  # fmt: skip
-
-    def ask(self, path: str, **parameters: str) -> Any:
-        """The `data` of an answer, None while the server does not answer."""
-        try:
-            answer = self.client.get(f"/api/v1/{path}", params=parameters)
-        except httpx.TransportError:
-            assert self._process.poll() is None, "prometheus ended"
-            return None
-        assert answer.status_code in (200, 503), answer.text
-        return answer.json()["data"] if answer.status_code == 200 else None
-
-    def query(self, expression: str) -> list[Any]:
-        """The samples of an instant query."""
-        found = self.ask("query", query=expression)
-        return [] if found is None else list(found["result"])
-
-    def is_scraping(self) -> bool:
-        found = self.ask("targets")
-        health = [target["health"] for target in found["activeTargets"]] if found else []
-        return len(health) == self.targets and set(health) == {"up"}
-
-    def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(30)
-        self.client.close()
-        self._log.close()
 
 
 class Load:
@@ -148,6 +86,20 @@ def test_every_panel_shows_something(scraping: Prometheus) -> None:
         until(shown, WAIT_S, "data in every panel")
     except AssertionError:
         raise AssertionError(f"nothing in {[panel for panel in left if panel[1] not in proven()]}") from None
+
+
+def test_every_line_of_a_panel_can_be_told_from_the_others(scraping: Prometheus, tmp_path: Path) -> None:
+    """And all panels can be drawn: `tests/pictures.py` draws those of a longer life."""
+    answered = 'rate(sie_gateway_request_latency_seconds_count{endpoint="encode"}[30s]) > 0'
+    until(lambda: scraping.query(answered), WAIT_S, "the route is a label of its own")
+    for name, board in boards().items():
+        end_s = time.time()
+        shown = draw(board, scraping.query_range, end_s - 30, end_s, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 50_000
+        for title, found in shown.items():
+            names = [series.name for series in found]
+            assert len(set(names)) == len(names) <= 20, (title, names)
+            assert all(names), title
 
 
 def test_every_rule_is_evaluated_and_none_fires(scraping: Prometheus) -> None:

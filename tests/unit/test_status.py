@@ -217,7 +217,7 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
         for _ in range(2):  # the present one, and one that was made before
             await frame(socket)
         told, health = await frame(socket), (await gateway.client.get("/health")).json()
-    assert set(told) == {"timestamp", "version", "cluster", "workers", "models"}
+    assert set(told) == {"timestamp", "version", "cluster", "workers", "models", "queues", "model_queues"}
     assert told["version"] == health["version"] == sie_contracts.__version__
     (worker,) = told["workers"]
     assert worker == health["workers"][0]
@@ -234,6 +234,26 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
         "worker_count": 1, "gpu_count": 2, "models_loaded": 1,
     }  # fmt: skip
     assert health["live_gpu_types"] == ["l4"]
+
+
+async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InProcess) -> None:
+    """A6: the broker tells of it. What it has not told is null, not zero."""
+    gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
+    async with looking(gateway, "/ws/cluster-status") as socket:
+        assert {name: (await frame(socket))[name] for name in ("queues", "model_queues")} == {"queues": None, "model_queues": None}
+        asking = asyncio.create_task(gateway.encode("x", **{"X-SIE-MACHINE-PROFILE": "l4"}))
+        try:
+            async with asyncio.timeout(60):
+                while not (told := await frame(socket))["model_queues"]:
+                    pass
+        finally:
+            asking.cancel()
+    lane = {"pool": "_default", "machine_profile": "l4", "bundle": "default", "priority": "interactive"}
+    (waiting,) = told["model_queues"]
+    assert waiting.items() >= {**lane, "model": "toy/one", "messages": 1}.items()
+    assert waiting["oldest_s"] > 0
+    (queue,) = [each for each in told["queues"] if each["messages"]]
+    assert queue == {**lane, "messages": 1, "oldest_s": queue["oldest_s"]}
 
 
 def _is_idle(cluster: InProcess) -> bool:

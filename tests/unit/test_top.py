@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http
 import io
 import json
 import os
@@ -25,11 +26,12 @@ import pytest
 from click.testing import CliRunner
 from cluster import until
 from rich.console import Console
+from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.embedded import free_port
 from sie_cli.main import main
-from sie_cli.top import Frame, View, WorkerRow, lanes_of, picture
+from sie_cli.top import Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -50,8 +52,17 @@ def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
          "gpu_types": ["l4"], "total_queue_depth": number}
         for number in range(models)
     ]  # fmt: skip
+    lane = {"pool": "_default", "machine_profile": "l4", "bundle": "default"}
+    queues: list[dict[str, Any]] = [
+        {**lane, "priority": priority, "messages": messages, "oldest_s": 3.25 if messages else 0.0}
+        for priority, messages in (("interactive", queued * workers), ("bulk", queued))
+    ]
+    model_queues = [{**queues[0], "messages": number, "model": each["name"]} for number, each in enumerate(names) if number]
     sums = {"worker_count": max(1, workers - 1), "gpu_count": workers, "models_loaded": models // 2, "total_qps": 12.345}
-    return {"timestamp": time.time(), "version": "0.1.0", "cluster": sums, "workers": rows, "models": names}
+    return {
+        "timestamp": time.time(), "version": "0.1.0", "cluster": sums, "workers": rows, "models": names, "queues": queues,
+        "model_queues": model_queues,
+    }  # fmt: skip
 
 
 def drawn(width: int, height: int, told: dict[str, Any] | None, *, age_s: float = 0.0, colours: bool = False) -> list[str]:
@@ -73,21 +84,22 @@ def test_no_line_is_wider_than_the_terminal_and_all_parts_are_there(width: int, 
     text = "\n".join(lines)
     assert all(title in text for title in ("LANE", "WORKER", "MODEL", "STATE"))
     if width >= 30:
-        assert re.search(r"_defau\S* +39 of 40 +280\n", text), "no number is cut"
-        assert re.search(r"organ\S* +loaded +299\b", text)
+        rest = (r" +3\.2 s +7", r" +3\.2 s") if width >= 70 else ("", "")
+        assert re.search(rf"_defau\S* +39 of 40 +287{rest[0]}\n", text), "no number is cut"
+        assert re.search(rf"organ\S* +loaded +299{rest[1]}\b", text)
 
 
 def test_the_figures_of_a_frame_are_shown() -> None:
     text = "\n".join(drawn(120, 40, frame(models=5, queued=3)))
-    assert "2 GPUs  2 of 5 models loaded  6 queued  12.3 req/s" in text
-    assert re.search(r"_default\.l4\.default +1 of 2 +6\n", text)
+    assert "1 of 2 workers  1 GPU  2 of 5 models loaded  9 queued  oldest 3.2 s  12.3 req/s" in text
+    assert re.search(r"_default\.l4\.default +1 of 2 +9 +3\.2 s +3\n", text)
     first, second = (line for line in text.splitlines() if line.startswith("worker-"))
     assert first.startswith("worker-1"), "what is not well comes first"
     assert "not ready" in first
     assert re.search(r"worker-0 +ready +3 +1 +cuda:0 +███░░░░░░░ +33% of 24.0 GiB", second)
     shown = re.findall(r"organisation/model-\d", text)
     assert shown == [f"organisation/model-{number}" for number in (4, 3, 2, 1)], "by queue; one that nobody asks for is only counted"
-    assert "1 other models" in text
+    assert text.endswith("  1 other model")
 
 
 def test_what_does_not_fit_is_counted() -> None:
@@ -115,12 +127,50 @@ def test_names_are_no_markup_and_no_control_of_the_terminal() -> None:
     assert not any("\x1b[2J" in line for line in lines)
 
 
+def told(**more: Any) -> Frame:
+    return msgspec.convert({**frame(workers=0, models=0), "queues": [], "model_queues": [], **more}, Frame)
+
+
+def queue(profile: str, messages: int, oldest_s: float = 1.0, priority: str = "interactive") -> dict[str, Any]:
+    return {"pool": "p", "machine_profile": profile, "bundle": "b", "priority": priority, "messages": messages, "oldest_s": oldest_s}
+
+
 def test_lanes_are_sums_over_their_workers() -> None:
     rows = [
-        WorkerRow("a", "l4", "p", "b", True, queue_depth=2), WorkerRow("c", "l4", "p", "b", False, queue_depth=3),
-        WorkerRow("d", "a100", "p", "b", True), WorkerRow("http://w", "", "", "", False),
+        WorkerRow("a", "l4", "p", "b", True), WorkerRow("c", "l4", "p", "b", False), WorkerRow("d", "a100", "p", "b", True),
+        WorkerRow("http://w", "", "", "", False),
     ]  # fmt: skip
-    assert lanes_of(rows) == [("(not known)", 0, 1, 0), ("p.a100.b", 1, 1, 0), ("p.l4.b", 1, 2, 5)]
+    lanes = lanes_of(told(workers=rows, queues=[queue("l4", 2, 5.0), queue("l4", 3, 7.0, "bulk"), queue("t4", 0)]))
+    assert [(lane.name, lane.healthy, lane.workers) for lane in lanes] == [("(not known)", 0, 1), ("p.l4.b", 1, 2), ("p.a100.b", 1, 1)]
+    assert [lane.queued for lane in lanes] == [Queued(), Queued(5, 3, 7.0), Queued()]
+
+
+def test_work_that_has_no_worker_is_shown_first() -> None:
+    """Workers cannot tell of it."""
+    rows = [WorkerRow("a", "l4", "p", "b", True, device="cpu")]
+    models = [ModelRow("m/waits", "available", 0, 0), ModelRow("m/rests", "available", 0, 0)]
+    waiting = queue("a100", 12, 75.0)
+    view = told(workers=rows, models=models, queues=[waiting], model_queues=[{**waiting, "model": "m/waits"}])
+    text = "\n".join(drawn(80, 24, msgspec.to_builtins(view)))
+    assert re.search(r"LANE.*\np\.a100\.b +0 +12 +75 s +0\np\.l4\.b +1 +0 +0\n", text)
+    assert re.search(r"MODEL.*\nm/waits +available +12 +75 s +0\n  1 other model$", text)
+    assert "12 queued  oldest 75 s" in text
+    assert "GPU" not in text, "a CPU is none"
+
+
+def test_what_is_not_known_is_not_zero() -> None:
+    """Of a gateway that the broker tells nothing, and of one of an older version."""
+    for view in (told(queues=None, model_queues=None), told()):
+        old = {name: value for name, value in msgspec.to_builtins(view).items() if value is not None}
+        text = "\n".join(drawn(80, 24, {**old, "workers": [WorkerRow("a", "l4", "p", "b", True)]}))
+        assert ("queue not known" in text) is (view.queues is None)
+        assert re.search(r"p\.l4\.b +1 +-" if view.queues is None else r"p\.l4\.b +1 +0 ", text)
+
+
+def test_an_empty_cluster_says_so() -> None:
+    text = "\n".join(drawn(80, 24, msgspec.to_builtins(told())))
+    assert "0 workers  0 of 0 models loaded  0 queued" in text
+    assert text.count("  none") == 3
 
 
 # ---- with a gateway, of which only its websocket is there
@@ -204,6 +254,7 @@ def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> N
     assert "\x1b[?25h" in terminal.said[terminal.said.rindex(HIDDEN) :], "the cursor is shown again"
     assert "worker-" not in after
     assert "Traceback" not in terminal.said
+    assert "next attempt" not in terminal.said, "nothing else writes into the picture"
 
 
 def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
@@ -238,5 +289,22 @@ def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -
     port = free_port()
     found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
     assert found.exit_code == 2
-    assert "error:" in found.stderr
-    assert str(port) in found.stderr
+    assert found.stderr.startswith(f"error: no gateway answers at http://127.0.0.1:{port}: ")
+    assert found.stderr.count("\n") == 1, "attempts are not told of one by one"
+
+
+def test_a_refusal_says_what_to_set() -> None:
+    def refuse(connection: ServerConnection, _request: Request) -> Response:
+        return connection.respond(http.HTTPStatus.UNAUTHORIZED, "")
+
+    with serve(lambda _: None, "127.0.0.1", 0, process_request=refuse) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            port = server.socket.getsockname()[1]
+            found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
+        finally:
+            server.shutdown()
+            serving.join(30)
+    assert found.exit_code == 2
+    assert found.stderr.endswith(": set SIE_AUTH_TOKEN to a token with the scope read\n")
