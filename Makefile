@@ -50,7 +50,7 @@ lint: install
 
 docs: install
 	set -e; for page in api errors metrics settings; do $(BIN)/python tests/$${page}_page.py; done
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
 	$(BIN)/python bench/overhead.py

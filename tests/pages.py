@@ -3,8 +3,8 @@
     page ──► blocks ──► Reader, with a folder, a home and ports of its own: runs each, compares what it prints with the page
 
 A comment before a block says what it needs: `<!-- server -->` is left running in a terminal of its own until the next such block;
-`<!-- install -->`, `<!-- hub -->` (the network) and `<!-- kubernetes -->` are not run here. A `text` block behind one is what it prints:
-any number stands for any other, and … for the rest of the line.
+ELSEWHERE has the reasons for which others are not run. A `text` block behind one is what it prints: any number stands for any other, and …
+for the rest of the line.
 """
 
 from __future__ import annotations
@@ -15,21 +15,35 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import Cluster
+from cluster import SIE, Cluster
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-ADDRESS, WORKER = "http://127.0.0.1:8080", "127.0.0.1:9095"  # as pages have them
-ELSEWHERE = ("install", "hub", "kubernetes")
+# as pages have them; what has a PORT is printed at each start
+ADDRESS, WORKER, BROKER, CONFIG = "http://127.0.0.1:8080", "127.0.0.1:9095", "nats://127.0.0.1:PORT", "http://127.0.0.1:PORT"
+ELSEWHERE = {
+    "install": "changes what is installed",
+    "hub": "asks the network",
+    "kubernetes": "needs a cluster, or an image",
+    "machine": "needs another machine, or another server",
+    "vision": "needs a model of images or documents",
+    "file": "is a file, which another test serves",
+}
+RUN = ("bash", "python")
+# what no block is run in: a diagram or an answer without a language, and files
+SHOWN = ("", "text", "json", "yaml", "toml")
+PLAIN = "sie serve"
 BOUND_S = 120.0
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>[a-z]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<shown>.*?)^```$)?",
+    r"^(?:<!-- (?P<mark>[a-z]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<shown>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
+_SERVE = re.compile(r"\bsie (airgap )?serve\b")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
@@ -44,16 +58,21 @@ class Block:
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The blocks of a page in these languages, in their order."""
+    """The blocks of a page in these languages, in their order; without any all of them."""
     found = [
         Block(match["language"], match["code"], match["mark"] or "", match["shown"]) for match in _BLOCK.finditer(page.read_text("utf-8"))
     ]
-    return [block for block in found if block.language in languages]
+    return [block for block in found if not languages or block.language in languages]
 
 
 def marks(page: Path) -> Counter[str]:
     """How many blocks of a shell or of Python a page has, by their marks."""
-    return Counter(block.mark for block in blocks(page, "bash", "console", "python"))
+    return Counter(block.mark for block in blocks(page, *RUN))
+
+
+def runs(page: Path) -> int:
+    """How many of them a Reader runs."""
+    return sum(count for mark, count in marks(page).items() if mark not in ELSEWHERE)
 
 
 def run(code: str, cluster: Cluster) -> list[str]:
@@ -75,17 +94,26 @@ def differences(shown: str, printed: str) -> list[str]:
 
 
 class Reader:
-    """Somebody at a terminal, in a folder of their own. Use as a context manager; what was started is ended, and must end well."""
+    """Somebody at a terminal, in a folder of their own. Use as a context manager; what was started is ended, and must end well.
 
-    def __init__(self, folder: Path) -> None:
+    `environ` is what their machine has beside: where a hub or a bucket is.
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str] | None = None) -> None:
         self.ran = 0
         self._folder = folder
-        (folder / "home").mkdir(parents=True)
+        home = folder / "home"
+        home.mkdir(parents=True)
+        (home / ".curlrc").write_text("fail\n")  # an error that was answered is one
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SIE_", "OTEL_"))}
         path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-        self._environ = {**kept, "PATH": path, "HOME": str(folder / "home")}
-        self._cluster = Cluster(folder / "data", environ=self._environ)  # one set of ports, since a script that was written has them
-        self._argv = shlex.join(self._cluster.argv)
+        self._environ = {**kept, "PATH": path, "HOME": str(home), **(environ or {})}
+        # one set of ports, since a script that was written has them; two workers where a page asks for them
+        self._cluster = Cluster(home / ".local/share/sie", "--workers", "1", workers=2)
+        self._cluster.environ = self._environ
+        self._options = shlex.join(self._cluster.argv[2:])
+        self._serves = ""
+        self._terminal = self._environ
 
     def __enter__(self) -> Reader:
         return self
@@ -96,38 +124,56 @@ class Reader:
     def _leave(self) -> None:
         if self._cluster.process is not None:
             status = self._cluster.stop()
-            assert status == 0, f"sie serve ended with status {status}"
+            assert status == 0, f"{self._serves} ended with status {status}"
 
     def _here(self, code: str) -> str:
-        """The code with the ports of this reader's cluster."""
-        return code.replace(ADDRESS, self._cluster.url).replace(WORKER, f"127.0.0.1:{self._cluster.worker_port}")
+        """The code with the ports of this reader's cluster: those that it was given, and those that it printed."""
+        log = "\n".join(self._cluster.lines)
+        here = {ADDRESS: self._cluster.url, WORKER: f"127.0.0.1:{self._cluster.worker_port}"}
+        for address, line in ((BROKER, r"queue\s+(nats://\S+)"), (CONFIG, r"models\s+sie models list --url (\S+)")):
+            if address in code:
+                (here[address],) = re.findall(line, log)
+        for address, found in here.items():
+            code = code.replace(address, found)
+        return code
 
-    def serve(self, block: Block) -> None:
+    def serve(self, command: str) -> None:
         """In a terminal of its own, until the next one: Ctrl-C there."""
         self._leave()
-        command = block.code.replace("sie serve", f"exec {self._argv}")
-        assert command != block.code, block.code
-        self._cluster.argv = ["bash", "-euc", f"cd {shlex.quote(str(self._folder))}\n{command}"]
+        self._serves = command
+        argv = _SERVE.sub(lambda found: f"exec {SIE} {found[1] or ''}serve {self._options}", command)
+        assert argv != command, command
+        self._cluster.argv = ["bash", "-euc", f"cd {shlex.quote(str(self._folder))}\n{argv}"]
         self._cluster.lines.clear()
         self._cluster.start(BOUND_S)
 
     def read(self, page: Path) -> None:
         """Do what a page says, from its top to its end. Raises AssertionError with the block that failed."""
-        for block in blocks(page, "bash", "console", "python"):
+        self._terminal = {**self._environ, "SIE_GATEWAY_URL": self._cluster.url}  # for commands that mean the address without saying it
+        for block in blocks(page, *RUN):
             if block.mark in ELSEWHERE:
                 continue
             if block.mark == "server":
-                self.serve(block)
+                self.serve(block.code)
             else:
                 self.paste(block)
             self.ran += 1
 
+    def read_beside(self, page: Path) -> None:
+        """The same beside a plain `sie serve`, if the page starts none."""
+        if not marks(page)["server"] and self._serves != PLAIN:
+            self.serve(PLAIN)
+        self.read(page)
+
     def paste(self, block: Block) -> None:
-        shell = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euc"]
-        done = subprocess.run(
-            [*shell, self._here(block.code)], cwd=self._folder, env=self._environ, capture_output=True, text=True, timeout=BOUND_S,
-            check=False,
-        )  # fmt: skip
+        """Into the terminal, which keeps what is exported."""
+        exported = self._folder / "exported"
+        code = self._here(block.code)
+        then = f"env -0 > {shlex.quote(str(exported))}"
+        argv = [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euc", f"{code}\n{then}"]
+        done = subprocess.run(argv, cwd=self._folder, env=self._terminal, capture_output=True, text=True, timeout=BOUND_S, check=False)
         assert done.returncode == 0, f"{block.code}\n{done.stdout}\n{done.stderr}"
+        if block.language == "bash":
+            self._terminal = dict(line.split("=", 1) for line in exported.read_text().split("\0") if line)
         told = [] if block.shown is None else differences(self._here(block.shown), done.stdout)
         assert not told, "\n".join([block.code, *told])

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cluster import Cluster, running
-from pages import DOCS, README, blocks, run
+from pages import DOCS, ELSEWHERE, README, blocks, run
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_the_curl_example_prints_the_vector(cluster: Cluster) -> None:
-    command = next(block.code for block in blocks(README, "sh") if block.code.startswith("curl"))
+    command = next(block.code for block in blocks(README, "bash") if block.code.startswith("curl"))
     script = command.replace("http://127.0.0.1:8080", cluster.url)
     printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
     values = [float(value) for value in re.search(r'"values":\[([^\]]*)\]', printed)[1].split(",")]  # type: ignore[index]
@@ -48,14 +48,15 @@ def test_the_example_of_the_other_verbs_scores_and_extracts(cluster: Cluster) ->
 
 
 def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
-    """All of them as one program; those that need models of images or other machines are marked otherwise."""
-    examples = [block.code for block in blocks(DOCS / "sdk.md", "python")]
+    """All of them as one program."""
+    examples = [block.code for block in blocks(DOCS / "sdk.md", "python") if block.mark not in ELSEWHERE]
     printed = run("\n".join(examples), cluster)
     assert printed[0] == "(384,) float32 {'dims': 384, 'dtype': 'float32'}"
     assert "loaded" in printed, "the model that was waited for"
     assert "MODEL_NOT_FOUND sentence-transformers/all-MiniLM-L6-v2" in printed
     assert [line for line in printed if line.startswith("2500 ")][-1].split()[1].isdigit(), "the long list and its tokens"
-    assert printed[-1] == "1", "the workers of a frame"
+    assert printed[-2] == "1", "the workers of a frame"
+    assert printed[-1] == "8", "vectors of the reservation"
 
 
 def test_the_example_of_the_start_message_works(cluster: Cluster) -> None:

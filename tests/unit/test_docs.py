@@ -8,17 +8,44 @@ import sys
 from pathlib import Path
 
 import api_page
+import click
 import pages
 import pytest
 import settings_page
 import yaml
 from pages import DOCS, README, ROOT
 
+from sie_cli.main import main
 from sie_contracts.runtime.metrics_table import every
 from sie_contracts.settings import BY_NAME, ROWS
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
 SECTIONS = ("**Means**", "**See**", "**Do**")
+# blocks of a shell or of Python by page and mark, those that are run under ""
+BLOCKS = {
+    "README.md": {"install": 1, "": 3},
+    "air-gap.md": {"": 1, "server": 1, "machine": 1},
+    "coming-from.md": {"": 3},
+    "custom-adapters.md": {"file": 1, "install": 1},
+    "doctor.md": {"": 2, "machine": 1},
+    "kubernetes.md": {"kubernetes": 2},
+    "lora.md": {"": 2},
+    "migration.md": {"server": 1, "": 3},
+    "models.md": {"server": 1, "": 2},
+    "pools.md": {"server": 1, "": 1},
+    "profiles.md": {"": 1},
+    "quantisation.md": {"": 2},
+    "quickstart.md": {"install": 1, "server": 1, "": 6, "hub": 1, "kubernetes": 1},
+    "replay.md": {"machine": 1, "": 1},
+    "request-lifecycle.md": {"": 1},
+    "routing.md": {"": 1},
+    "runbook.md": {"kubernetes": 1},
+    "sdk.md": {"install": 1, "": 8, "vision": 1},
+    "security.md": {"server": 1, "": 2},
+    "tuning.md": {"server": 2, "": 5},
+    "upgrade.md": {"kubernetes": 1},
+    "weights.md": {"": 1},
+}
 
 
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
@@ -89,18 +116,40 @@ def test_no_page_names_a_setting_that_does_not_exist() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("page", "elsewhere"),
-    [
-        ("quickstart.md", {"install": 1, "hub": 1, "kubernetes": 1}), ("tuning.md", {}), ("coming-from.md", {}),
-        ("upgrade.md", {"kubernetes": 1}),
-    ],
-)  # fmt: skip
-def test_the_blocks_that_are_not_run_are_counted(page: str, elsewhere: dict[str, int]) -> None:
-    """Those that are run are run by tests/system/test_docs.py."""
-    found = pages.marks(DOCS / page)
-    assert {mark: found[mark] for mark in pages.ELSEWHERE if found[mark]} == elsewhere
-    assert set(found) <= {"", "server", *pages.ELSEWHERE}
+def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
+    """Those without a mark, and servers, are run: of the README and of sdk.md by tests/system/test_readme.py, else by test_docs.py."""
+    found = {page.name: dict(pages.marks(page)) for page in (*DOCS.glob("*.md"), README)}
+    assert {name: counts for name, counts in found.items() if counts} == BLOCKS
+    assert {mark for counts in BLOCKS.values() for mark in counts} <= {"", "server", *pages.ELSEWHERE}
+
+
+def test_no_command_hides_in_a_block_of_another_language() -> None:
+    word = "sie|curl|pip|python|make|docker|kubectl|helm|export|import|from"
+    command = re.compile(rf"^ *(?:\$ |(?:[A-Z_]+=\S+ )*(?:{word}) \S)", re.MULTILINE)
+    for page in (*DOCS.glob("*.md"), README):
+        text = page.read_text("utf-8")
+        every = pages.blocks(page)
+        assert text.count("```") == 2 * len(every) + 2 * sum(block.shown is not None for block in every), page.name
+        assert {block.language for block in every} <= {*pages.RUN, *pages.SHOWN}, page.name
+        assert [block.code for block in every if block.language in pages.SHOWN and command.search(block.code)] == [], page.name
+
+
+def test_every_command_that_a_page_names_is_there() -> None:
+    """With its options; those of `sie serve` after `sie airgap serve` are not looked at."""
+    wrong, seen = [], 0
+    for page in (*DOCS.glob("*.md"), README, ROOT / "ARCHITECTURE.md"):
+        for words in re.findall(r"(?:`|^|[=(;] ?|\| )sie ([a-z][^`\n#|)]*)", page.read_text("utf-8"), re.MULTILINE):
+            command: click.Command = main
+            rest = words.split()
+            while isinstance(command, click.Group) and rest and rest[0] in command.commands:
+                command = command.commands[rest.pop(0)]
+            options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
+            given = {each.partition("=")[0] for each in rest if re.match(r"--[a-z]", each)}
+            seen += 1
+            if command is main or (isinstance(command, click.Group) and rest) or not given <= options:
+                wrong.append((page.name, words))
+    assert seen > 100
+    assert wrong == []
 
 
 def test_what_a_page_shows_is_compared_with_what_is_printed() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -259,3 +261,23 @@ def test_a_store_that_refuses_is_told_in_one_line(node: Node) -> None:
         told = node.run(*arguments, expected=1)
         assert f"Error: {node.place.url}: access is refused (status 400 ExpiredToken): give credentials" in told.stderr
         assert "Traceback" not in told.output
+
+
+def test_a_command_that_used_a_store_ends_without_taking_the_interpreter_down() -> None:
+    """Threads of the store's runtime would abort the process meanwhile, now and then. What was registered for the end is done."""
+    script = """
+import atexit, sys
+class Torn:
+    def __del__(self):
+        print("torn down")
+kept = Torn()
+atexit.register(print, "registered")
+import obstore
+from sie_cli.main import main
+sys.argv = ["sie", *sys.argv[1:]]
+main()
+"""
+    for arguments, status, said in ((["--version"], 0, "version"), (["weights", "rm"], 2, "")):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, "torn down" in done.stdout, "registered" in done.stdout) == (status, False, True), done
+        assert said in done.stdout
