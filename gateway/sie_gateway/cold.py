@@ -60,10 +60,10 @@ class ColdStarts:
             for lane in [lane for lane in known if lane.pool == pool]:
                 del known[lane]
 
-    def check(self, lane: Lane, residency: str) -> None:
-        """At the end of a hold: return if waiting goes on. Raises ModelLoading, Provisioning."""
+    def check(self, lane: Lane, residency: str) -> bool:
+        """From the end of a hold: whether a worker has it loaded. False: one may soon begin to. Raises ModelLoading, Provisioning."""
         if self._fleet.hosts(lane, residency):
-            return
+            return True
         self.asked(lane)
         left_s = self._fleet.loading_left_s(lane, residency)
         if left_s is not None:
@@ -82,6 +82,7 @@ class ColdStarts:
                     "message": message,
                 },
             )  # fmt: skip
+        return False
 
     def start_left_s(self, lane: Lane) -> float:
         """How long it still takes until a worker of the lane is ready, at least 1 s, by the last start that this gateway saw."""

@@ -21,6 +21,19 @@ USUAL_LOAD_S = 10.0  # of a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
+def worker_rate(beats: Iterable[Heartbeat]) -> float:
+    """Tokens a second that one worker of a lane runs while it is busy; 0 while none has measured it.
+
+    Each measured rate counts by the share of its worker that the work of now takes: what an idle worker ran long ago, in larger or smaller
+    batches, would make full workers look half empty or the reverse. Where nobody works it is their mean.
+    """
+    known = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats if beat.rate > 0]
+    busy = sum(arriving / rate for rate, arriving in known)
+    if busy > 0:
+        return sum(arriving for _, arriving in known) / busy
+    return sum(rate for rate, _ in known) / len(known) if known else 0.0
+
+
 class Fleet:
     """The last heartbeat of each worker. Silent past SIE_HEARTBEAT_TIMEOUT_MS it no longer counts; at ten times that it is forgotten."""
 

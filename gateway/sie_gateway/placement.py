@@ -24,7 +24,7 @@ from sie_contracts.runtime.failpoints import failpoint
 from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
-from sie_gateway.fleet import Fleet
+from sie_gateway.fleet import Fleet, worker_rate
 
 EVERY_S = 0.5
 COLD_GAP_S = 0.02  # between two looks for cold models: a burst of them is placed together
@@ -101,8 +101,7 @@ class Planner:
         self._remember(before, present, backlog, now_s)
         if not workers:
             return None  # nobody to place on; who comes back finds the table as it was
-        rates = [beat.rate for beat in beats if beat.rate > 0]
-        rate = sum(rates) / len(rates) if rates else 0.0
+        rate = worker_rate(beats)
         load_s = max((status.load_s for of_model in statuses.values() for status in of_model.values()), default=0.0) or UNKNOWN_LOAD_S
         models = sorted(present | self._wanted_s.keys())
         wanted, raised, demand = {}, {}, {}

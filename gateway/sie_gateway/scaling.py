@@ -15,7 +15,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.demand import DemandRecords
-from sie_gateway.fleet import Fleet
+from sie_gateway.fleet import Fleet, worker_rate
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.pools import Pools
 
@@ -94,11 +94,10 @@ class Scaling:
         cost = sum(count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items())
         flows = [flow for each in traffic.values() for flow in each]
         workers = self._fleet.of_lane(lane)
-        rates = [beat.rate for beat in workers if beat.rate]
         is_reservation = self._pools.reservation(lane.pool) is not None
         wanted = reserved if is_reservation else wanted_replicas(
             backlog_cost=cost + sum(flow.waiting for flow in flows), arriving=sum(flow.rate for flow in flows),
-            rate=sum(rates) / len(rates) if rates else 0.0, ready_workers=len(workers), reserved=reserved, demand=demand,
+            rate=worker_rate(workers), ready_workers=len(workers), reserved=reserved, demand=demand,
         )  # fmt: skip
         return {
             "lane": str(lane), "backlog_items": items, "backlog_cost": round(cost),

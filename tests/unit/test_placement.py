@@ -184,6 +184,16 @@ def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
     assert len(raised.hosts["m"]) == 2
 
 
+def test_a_full_worker_gives_a_model_to_an_idle_one_whatever_that_one_ran_before() -> None:
+    busy = (ModelStatus("m", "loaded", cost_rate=500.0), ModelStatus("n", "loaded", cost_rate=500.0))
+    idle = (ModelStatus("m", "loaded"), ModelStatus("n", "loaded"))
+    before = Placement(0.0, {"m": ("w1",), "n": ("w1",)})
+    beats = [beat("w1", *busy), beat("w2", *idle, rate=4000.0)]
+    table = Planner(2.0).step(before, beats, [], {}, 1.0)
+    assert table is not None
+    assert sorted(table.hosts.values()) == [("w1",), ("w2",)]
+
+
 def test_a_profile_with_other_weights_counts_for_its_model_and_other_failures_than_memory_move_nothing() -> None:
     planner = Planner(2.0)
     failed = ModelStatus("n", "failed", error=ErrorInfo("MODEL_LOAD_FAILED", "", extras={"error_class": "GATED"}))
