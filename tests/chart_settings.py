@@ -2,16 +2,17 @@
 
     python tests/chart_settings.py
 
-writes charts/sie-cluster/files/settings.json, and the names into values.schema.json.
+writes charts/sie-cluster/files/settings.json, and names, types and bounds into values.schema.json.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from sie_contracts.settings import ROWS
+from sie_contracts.settings import BY_NAME, ROWS
 
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
 TABLE = CHART / "files" / "settings.json"
@@ -20,11 +21,12 @@ SCHEMA = CHART / "values.schema.json"
 # What templates write themselves, from keys of their own in values.yaml or because the chart alone can know it.
 OWN = frozenset({
     "SIE_ADMIN_TOKEN", "SIE_AUTH_MODE", "SIE_AUTH_TOKENS", "SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_BUNDLE",
-    "SIE_CLUSTER_CACHE", "SIE_CONFIG_READ_TOKEN", "SIE_CONFIG_SERVICE_URL", "SIE_DEVICE", "SIE_GATEWAY_CONFIGURED_GPUS",
+    "SIE_CLUSTER_CACHE", "SIE_CONFIG_READ_TOKEN", "SIE_CONFIG_SERVICE_URL", "SIE_DEVICE", "SIE_DISK_CACHE_BYTES",
+    "SIE_GATEWAY_CONFIGURED_GPUS",
     "SIE_GATEWAY_HEALTH_MODE", "SIE_GATEWAY_K8S_NAMESPACE", "SIE_GATEWAY_K8S_PORT", "SIE_GATEWAY_K8S_SERVICE", "SIE_GATEWAY_KUBERNETES",
     "SIE_GATEWAY_METRICS_PORT", "SIE_GATEWAY_REQUEST_TIMEOUT", "SIE_GATEWAY_URL", "SIE_GPU_COUNT", "SIE_HF_FALLBACK", "SIE_IPC_SOCKET_PATH",
-    "SIE_LOCAL_CACHE", "SIE_LOG_JSON", "SIE_MACHINE_PROFILE", "SIE_MAX_BATCH_COST", "SIE_MODELS_DIR", "SIE_NATS_URL",
-    "SIE_PAYLOAD_STORE_URL", "SIE_POOL", "SIE_PRELOAD_MODELS", "SIE_ROOT_PATH", "SIE_STREAM_REPLICAS", "SIE_STREAM_STORAGE",
+    "SIE_LOCAL_CACHE", "SIE_LOG_JSON", "SIE_MACHINE_PROFILE", "SIE_MAX_BATCH_COST", "SIE_MODELS_DIR", "SIE_NATS_PASSWORD",
+    "SIE_NATS_URL", "SIE_PAYLOAD_STORE_URL", "SIE_POOL", "SIE_PRELOAD_MODELS", "SIE_ROOT_PATH", "SIE_STREAM_REPLICAS", "SIE_STREAM_STORAGE",
     "SIE_TRACING_ENABLED", "SIE_WORKER_ID", "SIE_WORKER_METRICS_PORT",
 })  # fmt: skip
 # What would be wrong in a pod: another way to name the machine profile, workers by URL.
@@ -45,9 +47,26 @@ def table() -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def value(expected: str) -> dict[str, Any]:
+    """The schema of what a setting takes, by its own words."""
+    if expected == "true or false":
+        return {"type": "boolean"}
+    if expected.startswith("one of "):
+        return {"enum": expected.removeprefix("one of ").split(", ")}
+    number = re.fullmatch(r"a (whole )?number (from|of at least|above) (\S+)(?: (?:to|and at most) (\S+))?", expected)
+    if number is None:
+        return {"type": "string"}
+    whole, word, low, high = number.groups()
+    least = {"exclusiveMinimum" if word == "above" else "minimum": json.loads(low)}
+    return {"type": "integer" if whole else "number", **least, **({"maximum": json.loads(high)} if high else {})}
+
+
 def schema(found: dict[str, Any]) -> dict[str, Any]:
-    """The chart's schema with the names of today."""
-    found["definitions"]["settings"]["propertyNames"] = {"enum": list(readers())}
+    """The chart's schema with the settings of today."""
+    names = list(readers())
+    found["definitions"]["settings"] |= {
+        "propertyNames": {"enum": names}, "properties": {name: value(BY_NAME[name].expected) for name in names}
+    }  # fmt: skip
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from fake_adapter import FakeAdapter, ids_of, texts_of, toy_entry, vector_of
@@ -19,6 +20,7 @@ from sie_contracts import ipc, messages, topology
 from sie_contracts.broker import Broker, CoreMessage
 from sie_contracts.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
+from sie_sidecar import assignment
 
 ENTRY = toy_entry()
 _PLAIN = RunOptions()
@@ -48,12 +50,14 @@ class DeadlyAdapter(FakeAdapter):
 
 
 class Direct(InProcess):
-    """`publish` is the gateway's part of sending, `results` of collecting."""
+    """`publish` is the gateway's part of sending, `results` of collecting. Nobody waits for a table, which nobody writes."""
 
     lane = Lane("_default", "_default", "default")
 
     async def __aenter__(self) -> Direct:
         await super().__aenter__()
+        self._no_wait = mock.patch.object(assignment, "FIRST_S", 0.0)
+        self._no_wait.start()
         self.results: dict[tuple[str, int], WorkResult] = {}
         self.broker: Broker = self.server.connect("gateway")
         self.stream = topology.work_stream("_default", storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
@@ -65,6 +69,7 @@ class Direct(InProcess):
         return self
 
     async def close(self) -> None:
+        self._no_wait.stop()
         await super().close()
         await self.broker.close()
 

@@ -90,3 +90,25 @@ def variables(container: Object) -> dict[str, Any]:
 
 def container(found: tuple[Object, ...] | list[Object], workload: str, name: str) -> Object:
     return next(each for owner, _, each in containers(found) if (owner, each["name"]) == (workload, name))
+
+
+def matches(peer: Object, labels: dict[str, str]) -> bool:
+    """Of a pod of this namespace."""
+    return peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items()
+
+
+def allowed(found: tuple[Object, ...] | list[Object], source: str, target: str, port: int) -> bool:
+    """Whether some policy of the source lets it out and some policy of the target lets it in."""
+    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(found).items()}
+
+    def passes(own: str, other: str, direction: str, key: str) -> bool:
+        policies = [each["spec"] for each in of_kind("NetworkPolicy", found).values() if matches(each["spec"], labels[own])]
+        assert any(direction.capitalize() in policy["policyTypes"] for policy in policies), f"{own} is open"
+        return any(
+            any(each["port"] == port for each in rule.get("ports", ()))
+            and (key not in rule or any(matches(peer, labels[other]) for peer in rule[key]))
+            for policy in policies
+            for rule in policy.get(direction, ())
+        )
+
+    return passes(source, target, "egress", "to") and passes(target, source, "ingress", "from")

@@ -75,12 +75,14 @@ class Part:
             self.log.append(f"--- status {self._process.returncode}, started again")
         self.starts += 1
         self.paused = False
-        self._process = subprocess.Popen(
-            [*self._argv, *once], env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=_end_with_parent,
-        )
+        self._process = self._spawn([*self._argv, *once])
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
+
+    def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            argv, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_end_with_parent
+        )
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 
 class TcpProxy:
-    """Listens on a loopback port of its own and forwards to `port`.
+    """Listens on a loopback port of its own and forwards to `port`, or to what it gives for each connection: a balancer of connections. An
+    end goes on as an end, for its own way alone.
 
     `delay_s` is added to whatever comes from now on, each way. `hold` keeps bytes back, as a network does that loses packets for a while;
     `release` lets them go on. `swallow` loses them for good, so that the connections which saw it never work again; `cut` ends all.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int | Callable[[], int]) -> None:
         self.delay_s = 0.0
         self.port = 0
-        self._to = port
+        self._to = port if callable(port) else lambda: port
         self._open = asyncio.Event()
         self._open.set()
         self._swallowing = False
@@ -76,10 +78,10 @@ class TcpProxy:
         try:
             if not self._refusing:
                 with contextlib.suppress(OSError):
-                    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+                    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to())
                     self._writers.add(far_writer)
                     ways = [self._own(self._forward(reader, far_writer)), self._own(self._forward(far_reader, writer))]
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(ways)
                     far_writer.transport.abort()
                     self._writers.discard(far_writer)
         finally:
@@ -105,7 +107,7 @@ class TcpProxy:
 
         reading = self._own(read())
         reading.add_done_callback(lambda _: arrived.set())
-        with contextlib.suppress(OSError):
+        try:
             while due or not reading.done():
                 if not due:
                     arrived.clear()
@@ -117,4 +119,11 @@ class TcpProxy:
                 if not self._swallowing:
                     writer.write(data)
                     await writer.drain()
-        reading.cancel()
+            if self._swallowing:
+                writer.transport.abort()
+            else:
+                writer.write_eof()
+        except OSError:
+            writer.transport.abort()
+        finally:
+            reading.cancel()

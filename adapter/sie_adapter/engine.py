@@ -172,8 +172,10 @@ class Engine:
 
 
 def prepare_process() -> None:
-    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, and the allocator."""
+    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the allocator, and that no
+    library reports to its maker."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
+    os.putenv("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime, which gliner imports, else sends and stores events from its import on

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -18,17 +22,34 @@ from sie_cli.doctor import doctor
 from sie_cli.keys import keys
 from sie_cli.models import models
 from sie_cli.options import loaded, refuse, settings_options
-from sie_cli.serve import DRAIN, SPARE, serve
+from sie_cli.serve import DRAIN, LAME_DUCK, SPARE, serve
 from sie_cli.top import top
 from sie_cli.topology import topology
 from sie_cli.weights import weights
 from sie_contracts.errors import SIEError
-from sie_contracts.runtime.process import Stop, configure_logging
+from sie_contracts.runtime.process import Stop, own_stderr
 from sie_contracts.runtime.process import run as run_process
 from sie_contracts.settings import ROWS, SettingError, shown
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+class _Program(click.Group):
+    """The group as a whole process: called, it ends it. `main`, which tests call, raises SystemExit as any group does."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*args, **options)
+        except SystemExit as ended:
+            # threads of the object store's runtime outlive the interpreter: one that wants it while it is taken down aborts the process
+            if "obstore" not in sys.modules or not isinstance(ended.code, int | None):
+                raise
+            atexit._run_exitfuncs()
+            with contextlib.suppress(BrokenPipeError):  # nobody reads on
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(ended.code or 0)
+
+
+@click.group(cls=_Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
 @click.version_option(sie_contracts.__version__, prog_name="sie")
 def main() -> None:
     """SIE: encode, score and extract with the small models behind search and RAG.
@@ -50,7 +71,7 @@ def main() -> None:
 
 
 def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
-    configure_logging(json=json)
+    own_stderr(json=json)
     try:
         sys.exit(run_process(body))
     except (SettingError, SIEError) as error:
@@ -62,25 +83,30 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="Port of the API; 0 picks a free one.")
 @click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
 @click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]")
+@click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("gateway")
-def gateway(host: str, port: int, nats_monitor_url: str | None, drain_s: float | None, **values: Any) -> None:
+def gateway(host: str, port: int, nats_monitor_url: str | None, drain_s: float | None, lame_duck_s: float, **values: Any) -> None:
     """The HTTP edge: validates, routes, queues, collects."""
     from sie_gateway.process import run
 
     settings = loaded(values).settings
-    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s))
+    begun = functools.partial(
+        run, settings, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s, lame_duck_s=lame_duck_s
+    )
+    _run(settings.log_json, begun)
 
 
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8081, show_default=True, type=click.IntRange(0, 65535), help="Port of the config API; 0 picks a free one.")
+@click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("config")
-def config(host: str, port: int, **values: Any) -> None:
+def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
     """The config service: the catalogue's only writer."""
     from sie_config.process import run
 
     settings = loaded(values).settings
-    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port))
+    _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, lame_duck_s=lame_duck_s))
 
 
 @main.command()
@@ -112,7 +138,7 @@ def adapter(spare: bool, **values: Any) -> None:
     from sie_adapter.process import run
 
     settings = loaded(values).settings
-    configure_logging(json=settings.log_json)
+    own_stderr(json=settings.log_json)
     try:
         sys.exit(run(settings, spare=spare))
     except SettingError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from sie_contracts.runtime import failpoints
-from sie_contracts.runtime.process import EXIT_BAD_SETTING, configure_logging
+from sie_contracts.runtime.process import EXIT_BAD_SETTING, own_stderr
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, Secret, SettingError, Settings, load, shown
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
     except SettingError as error:
         refuse(error)
     if found.settings.log_json:
-        configure_logging(json=True)
+        own_stderr(json=True)
     failpoints.arm(values.get("failpoints") or "")
     for warning in found.warnings:
         if found.settings.log_json:
@@ -102,7 +102,7 @@ def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaita
         if settings.nats_url is None:
             raise SettingError("SIE_NATS_URL", "which broker? Give --nats-url; `sie serve` prints its own, /health of a gateway too")
         broker = NatsBroker(name)
-        await broker.open(settings.nats_url, CONNECT_S)
+        await broker.open(settings.nats_url, CONNECT_S, settings.nats_password)
         try:
             return await work(broker)
         finally:

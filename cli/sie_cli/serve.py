@@ -37,6 +37,7 @@ BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DRAIN = "Longest wait for requests in progress at the end, seconds."
+LAME_DUCK = "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn that it goes."
 SPARE = "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a worker)."
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
 

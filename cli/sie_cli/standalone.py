@@ -17,7 +17,7 @@ from sie_config.store import CatalogueStore
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.errors import SIEError
 from sie_contracts.messages import ConfigEpoch, ConfigExport
-from sie_contracts.runtime.process import Stop, Tasks, configure_logging
+from sie_contracts.runtime.process import Stop, Tasks, own_stderr
 from sie_contracts.runtime.process import run as run_process
 from sie_contracts.settings import SettingError, Settings
 
@@ -48,7 +48,7 @@ class LocalSource:
 def standalone(host: str, port: int, data_dir: Path, workers: int, drain_s: float | None, **values: Any) -> None:
     """The in-process part of `sie serve --standalone`."""
     settings = loaded(values, "standalone").settings
-    configure_logging(json=settings.log_json)
+    own_stderr(json=settings.log_json)
     try:
         if settings.auth_mode == "token":
             raise SettingError("SIE_AUTH_MODE", "token keeps its keys in a broker, and --standalone has none: use static")

@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import sie_contracts
 from sie_config.access import Gate
@@ -37,17 +38,17 @@ from sie_contracts.errors import (
     QueueUnavailable,
     SIEError,
 )
-from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, uuid7
+from sie_contracts.runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_contracts.runtime.tracing import begin_request, end_request
 from sie_contracts.settings import Settings
 
 if TYPE_CHECKING:
     from sie_contracts.runtime.spans import Tracer
 
+CLIENT_GONE = 499  # in metrics only, as at a gateway
 MOST_BODY_BYTES = 1 << 20
 BODY_S = 30.0
 MOST_KEY_CHARS = 255
-MOST_REQUEST_ID = 128
 WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
 _MODELS = "/v1/configs/models"
 _POLLED = ("/v1/configs/epoch", "/v1/configs/export")  # by every gateway and worker, and not traced
@@ -58,6 +59,7 @@ class ConfigService:
     """What the routes share. `store` is None until the broker was reached and the catalogue seeded."""
 
     def __init__(self, settings: Settings) -> None:
+        self.leaving = False  # no new connections are wanted; what comes is answered
         self.store: CatalogueStore | None = None
         self.writer: Writer | None = None
         self.workers = Workers(WORKER_TIMEOUT_S)
@@ -70,6 +72,8 @@ class ConfigService:
         self.store, self.writer = store, Writer(store)
 
     def not_ready(self) -> str | None:
+        if self.leaving:
+            return "draining"
         return None if self.store is not None else "the catalogue is not built"
 
     def require(self) -> CatalogueStore:
@@ -101,6 +105,7 @@ def create_app(service: ConfigService) -> App:
     _writes(app, service)
     for kind in (SIEError, BrokerError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     inner = probes(service.not_ready, service.metrics.registry)
 
     async def edge(scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,21 +116,17 @@ def create_app(service: ConfigService) -> App:
             return
         received_s, path = time.perf_counter(), scope["path"]
         request_id = scope["sie.request_id"] = uuid7()
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get("x-request-id", "")
-        client_id = given if 0 < len(given) <= MOST_REQUEST_ID and given.isascii() and given.isprintable() else request_id
-        status = 0  # none yet
+        headers = headers_of(scope)
+        status, code = 0, b""  # none yet
         tracer = None if path in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
 
         async def tagged(message: Any) -> None:
-            nonlocal status
+            nonlocal status, code
             if message["type"] == "http.response.start":
-                status = message["status"]
-                own = {"x-sie-request-id": request_id, "x-request-id": client_id, "x-sie-version": sie_contracts.__version__}
-                if span is not None and span.trace_id is not None:
-                    own["x-trace-id"] = span.trace_id
-                message["headers"] = [*message.get("headers", ()), *((name.encode(), value.encode()) for name, value in own.items())]
+                status, code = message["status"], dict(message.get("headers", ())).get(b"x-sie-error-code", b"")
+                own = common_headers(headers, request_id, span.trace_id if span is not None else None)
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:
@@ -137,9 +138,11 @@ def create_app(service: ConfigService) -> App:
         except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
-        service.metrics.answered(scope["path"], scope["method"], status, time.perf_counter() - received_s)
-        if span is not None:
-            end_request(span, "configs", status)
+        finally:
+            status = status or InternalFailure.status  # cancelled: this process ends, and its server says as much
+            service.metrics.answered(scope["path"], scope["method"], status, time.perf_counter() - received_s)
+            if span is not None:
+                end_request(span, "configs", status, code.decode())
 
     return edge
 
@@ -277,6 +280,10 @@ def _flag(request: Request, name: str) -> bool:
     if given not in ("true", "false"):
         raise InvalidInput(f"{name}: expected true or false, got {given[:60]!r}", reason="schema", param=name)
     return given == "true"
+
+
+async def _on_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # in the middle of its body, and nobody reads this
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -50,8 +50,10 @@ async def prepare(settings: Settings, broker: Broker) -> Prepared:
     return Prepared(store, overlay, seen)
 
 
-async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listening: Callable[[int], None] | None = None) -> int:
-    """Serve until `stop`. Raises SettingError."""
+async def run(
+    settings: Settings, stop: Stop, *, host: str, port: int, lame_duck_s: float = 0.0, on_listening: Callable[[int], None] | None = None
+) -> int:
+    """Serve until `stop`, go on for `lame_duck_s`, then finish what was begun. Raises SettingError."""
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer
@@ -61,13 +63,14 @@ async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listen
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
+    served = Stop()  # what runs beside requests is cancelled after the last one
     try:
-        async with connected(settings.nats_url, "sie-config", stop) as broker:
+        async with connected(settings.nats_url, "sie-config", stop, password=settings.nats_password) as broker:
             if broker is not None:
                 await service.workers.follow(broker)
                 if settings.auth_mode == "token":
                     service.gate.keys = Keys(broker, settings.stream_replicas)
-                    tasks.start(service.gate.keys.run(stop), "keys")
+                    tasks.start(service.gate.keys.run(served), "keys")
                 prepared = await retry(
                     lambda: prepare(settings, broker), errors=(BrokerError, NotReady), stop=stop, logger=_logger,
                     what="seeding the catalogue",
@@ -75,8 +78,14 @@ async def run(settings: Settings, stop: Stop, *, host: str, port: int, on_listen
                 if prepared is not None:
                     service.begin(prepared.store)
                     reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers)
-                    tasks.start(reload.run(stop), "folder of models")
+                    tasks.start(reload.run(served), "folder of models")
             await stop.wait()
+            service.leaving = True
+            server.leave()
+            if lame_duck_s and service.store is not None:  # nobody is sent to one that was never ready
+                _logger.info("config service is a lame duck for %g s", lame_duck_s)
+                await stop.lame_duck(lame_duck_s)
+            await server.stop()  # before its broker goes: writes in progress are finished
             await tasks.cancel()
     finally:
         await tasks.cancel()

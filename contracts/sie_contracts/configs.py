@@ -16,6 +16,7 @@ from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
 from sie_contracts.messages import Heartbeat
+from sie_contracts.names import did_you_mean
 
 JSON, YAML = "application/json", "application/x-yaml"
 _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
@@ -85,8 +86,10 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         raise InvalidInput("body: not JSON", reason="malformed", param="body") from None
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
-    if body.keys() - {"model", "bundle"}:
-        raise InvalidInput("body: expected model and bundle, got another field too", reason="schema", param="body")
+    if unknown := sorted(body.keys() - {"model", "bundle"}):
+        field = unknown[0][:60]
+        meant = did_you_mean(field, ("model", "bundle")) or "; there are model and bundle"
+        raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
     model, bundle = body.get("model"), body.get("bundle")
     if not isinstance(model, str) or not model:
         raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")

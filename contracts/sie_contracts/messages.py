@@ -273,7 +273,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     (0: not measured yet), `held_cost` the tokens that it has taken in and not answered, `credit_cost` and
     `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has `batch_cost` tokens at most, and
     at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from now; `own_pool` its own, of a worker that asks which
-    pool to serve (empty: it serves `pool` whatever is assigned).
+    pool to serve (empty: it serves `pool` whatever is assigned). `clock_ahead_s`: its wall clock less the broker's, as it measured that
+    (None: not yet, or not told).
     """
 
     worker: str
@@ -299,6 +300,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     batch_cost: int = 0
     pipeline: int = 0
     own_pool: str = ""
+    clock_ahead_s: float | None = None
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Ids as people write them: in another case, and nearly right. Ten thousand of them cost a request no more than a hundred do."""
+"""Names as people write them: in another case, and nearly right. Ten thousand ids cost a request no more than a hundred do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ _MOST_PLACES = 2000  # where pieces of the name are found, for the choice of the
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
+_LIKE = 0.7  # of 1, which is the same: a letter or two that are wrong, missing or exchanged
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What a message about an unknown field ends with: the one of `known` that is most like its name; nothing if none is like it."""
+    like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(known), 1, _LIKE)
+    return f"; did you mean `{like[0]}`?" if like else ""
 
 
 class Names:

@@ -7,9 +7,10 @@ No other code merges options, so every route and path executes the same set.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,10 @@ from sie_contracts.catalogue import VECTORS, Catalogue, ModelEntry, Resolved, Ru
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Operation, RunOptions, Truncate
 from sie_contracts.muvera import Muvera
+from sie_contracts.names import did_you_mean
 
 MAX_LABELS = 1000
+MOST_WARNINGS = 20
 # Characters of what is repeated, or is only a name. Everything else is bounded by the size of a message.
 MAX_HYPOTHESIS = 1000
 MAX_PROMPT = 1 << 20
@@ -54,6 +57,7 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
+FIELDS = _KNOWN.union(*PARAMETERS.values())  # that mean something somewhere
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
@@ -82,14 +86,14 @@ class _Parameters:
         """The path of a parameter and its value, None if it is unset."""
         return self._found.get(name) or (name, None)
 
-    def unused(self, *used: frozenset[str]) -> list[str]:
-        """The paths of parameters that mean nothing to this model on this route."""
-        return [
-            prefix + str(name)[:64]
-            for prefix, level in self.levels
-            for name in level
-            if not any(name in names for names in used) and not (name in _TOP_LEVEL and prefix in ("", "params."))
-        ]
+    def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """The paths of parameters that mean nothing to this model on this route, each with what may have been meant."""
+        for prefix, level in self.levels:
+            known = used if prefix.endswith("options.") else used | _TOP_LEVEL
+            for name in level:
+                if name not in known:
+                    shown = str(name)[:64]
+                    yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, known)
 
     def foreign(self) -> frozenset[str]:
         """All names that no route knows."""
@@ -151,10 +155,11 @@ def run_options(
     run = RunOptions(**common, **merge(entry, defaults, given, parameters))
     on_error = _one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
     timing = _one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unused = given.unused(_USED[operation], given.foreign() if own is None else own)
+    unused = list(itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MOST_WARNINGS))
     if unused and strict:
-        raise InvalidInput(f"{unused[0]}: no such option of {entry.id} here", reason="unknown_option", param=unused[0])
-    warnings = tuple(f"{name}: ignored, no such option of {entry.id} here" for name in unused[:20])
+        path, meant = unused[0]
+        raise InvalidInput(f"{path}: no such option of {entry.id} here{meant}", reason="unknown_option", param=path)
+    warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{meant}" for path, meant in unused)
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
 
 

@@ -86,6 +86,8 @@ class Row:
         text = raw.strip()
         if not text and self.default is None:
             return None
+        if self.parse is _password:
+            text = raw
         try:
             return self.parse(text)
         except ValueError as error:
@@ -100,7 +102,7 @@ def _row(
 ) -> Any:
     expected, parse = kind
     readers = COMPONENTS if components == "all" else tuple(components.split())
-    meta = Row(name, "", default, readers, expected, parse, meaning, mode, parse is _secret or parse is _secrets, waits_for)
+    meta = Row(name, "", default, readers, expected, parse, meaning, mode, parse in (_secret, _secrets, _password), waits_for)
     return dataclasses.field(default=default, metadata={"row": meta})
 
 
@@ -167,6 +169,11 @@ def _list_of(text: str) -> tuple[str, ...]:
 def _secret(text: str) -> Secret:
     if not text:
         raise ValueError
+    return Secret(text)
+
+
+def _password(text: str) -> Secret:
+    """As it is, with the spaces around it: who compares it does not know that they mean nothing."""
     return Secret(text)
 
 
@@ -246,6 +253,7 @@ TEXT = ("some text", _text)
 LIST = ("a comma-separated list", _list_of)
 SECRET = ("a secret", _secret)
 SECRETS = ("a comma-separated list of secrets", _secrets)
+PASSWORD = ("a password", _password)
 PATH = ("a path", _text)
 PORT = _whole(0, 65535)
 HTTP = _url("http", "https")
@@ -302,9 +310,10 @@ class Settings:
     bulk_max_overtakes: int = _row(4, "SIE_BULK_MAX_OVERTAKES", "sidecar gateway", _whole(0), "How often interactive batches may overtake the oldest bulk batch.")
     key_window_tokens: int = _row(65536, "SIE_KEY_WINDOW_TOKENS", "gateway", _whole(1), "Tokens in the queue per key, lane and priority.")
     adopt_after_ms: int = _row(2000, "SIE_ADOPT_AFTER_MS", "gateway", _whole(0), "Age of a model's oldest item past which it gets one more host.")
-    swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it.")
+    swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it. The model that goes has been there for as long, and for as long as its load took, of which 5 s count.")
     # cluster
-    nats_url: str | None = _row(None, "SIE_NATS_URL", "gateway sidecar config", _url("nats", "tls"), "Broker. Credentials in it are never shown.")
+    nats_url: str | None = _row(None, "SIE_NATS_URL", "gateway sidecar config", _url("nats", "tls"), "Broker, as USER@HOST:PORT where it wants SIE_NATS_PASSWORD. Credentials in it are never shown.")
+    nats_password: Secret | None = _row(None, "SIE_NATS_PASSWORD", "gateway sidecar config", PASSWORD, "Password of the user that SIE_NATS_URL names, character by character. One that stands in the URL itself, percent-encoded, comes first; without either, a lone name in the URL is a token.")
     gateway_health_mode: str = _row("ws", "SIE_GATEWAY_HEALTH_MODE", "gateway", _choice("ws", "nats"), "Where /health and /ws/cluster-status know workers from: nats, their heartbeats; ws, their own status sockets (SIE_GATEWAY_WORKERS, SIE_GATEWAY_KUBERNETES), a local diagnosis. Work is routed by heartbeats in both; `sie serve` and the chart say nats.")
     gateway_configured_gpus: tuple[str, ...] | None = _row(None, "SIE_GATEWAY_CONFIGURED_GPUS", "gateway", LIST, "Machine profiles that may be routed to, also when no worker of them is up.")
     config_service_url: str | None = _row(None, "SIE_CONFIG_SERVICE_URL", "gateway sidecar", HTTP, "Config service that gateway and sidecar read the catalogue from.")
@@ -354,6 +363,7 @@ class Settings:
     memory_pressure_threshold_percent: float = _row(85.0, "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Device memory use above which the least recently used idle model is unloaded.")
     disk_cache_enabled: bool = _row(True, "SIE_DISK_CACHE_ENABLED", "adapter", BOOL, "Before a download, remove weights from a disk above the threshold by last use; only what SIE put there and nobody uses.")
     disk_pressure_threshold_percent: float = _row(85.0, "SIE_DISK_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Disk use above which cached weights are removed before a download.")
+    disk_cache_bytes: int | None = _row(None, "SIE_DISK_CACHE_BYTES", "adapter", _whole(1 << 20), "What all weights below SIE_LOCAL_CACHE may take, where the disk would let them take more: the size limit of a volume. Default: the disk.")
     idle_evict_s: int | None = _row(None, "SIE_IDLE_EVICT_S", "sidecar", _whole(1), "Unload models idle for this long, seconds.")
     preload_models: tuple[str, ...] | None = _row(None, "SIE_PRELOAD_MODELS", "sidecar", LIST, "Models loaded before the worker is ready. An unknown name is a start error.")
     # logs and traces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -12,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import sie_contracts
 from sie_contracts.broker import Broker
@@ -26,7 +28,7 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.runtime.feed import CatalogueFeed
-from sie_contracts.runtime.http import App, Receive, Scope, Send, probes, reply, uuid7
+from sie_contracts.runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
 from sie_contracts.runtime.keys import Keys
 from sie_contracts.settings import Settings
 from sie_gateway import openapi, spans
@@ -89,12 +91,13 @@ class Gateway:
         self.gate = Gate(settings, keys)
         self.quotas = Quotas(admission.peers.count)
         self.intake = Intake()
-        self.draining = False
+        self.leaving = False  # no new connections are wanted; what comes is answered
+        self.draining = False  # new work is refused
         self.started = False
 
     def not_ready(self) -> str | None:
         """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
-        if self.draining:
+        if self.leaving:
             return "draining"
         if not self.feed.loaded:
             return "the catalogue is not loaded"
@@ -155,12 +158,17 @@ def create_app(gateway: Gateway) -> App:
     app.add_exception_handler(SIEError, _on_error)
     app.add_exception_handler(FailedRequest, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(Exception, _on_error)
     return Edge(app, gateway)
 
 
 def _json(body: Any) -> Response:
     return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def _on_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # in the middle of its body, and nobody reads this
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -229,7 +237,7 @@ class Edge:
         if scope["type"] != "http" and not is_socket:
             return
         received_s = time.perf_counter()
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = headers_of(scope)
         path = scope["path"]
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
@@ -248,8 +256,9 @@ class Edge:
         async def tagged(message: Any) -> None:
             nonlocal status, is_whole
             if message["type"] in _STARTS:
-                status = message.get("status", 101)
-                message["headers"] = [*message.get("headers", ()), *self._common_headers(call)]
+                status, is_whole = message.get("status", 101), is_socket
+                own = common_headers(headers, call.id, call.span.trace_id if call.span is not None else None)
+                message["headers"] = [*message.get("headers", ()), *own]
             elif message["type"] == "http.response.body":
                 is_whole = not message.get("more_body")
             await send(message)
@@ -277,11 +286,15 @@ class Edge:
             elif is_socket:
                 raise
             elif not is_whole:  # the server closes the connection of a reply that breaks off, so its client sees that it did
-                status = 500
+                status = InternalFailure.status
                 _logger.error("request %s: its reply broke off", call.id, exc_info=error, extra={"request_id": call.id})
-        if status not in (CLIENT_GONE, GatewayTimeout.status):  # of these two the work may have run; of what ran nothing is left to refund
-            call.charge.refund()
-        self._count(path, call, status, None if is_socket else time.perf_counter() - received_s)
+        except asyncio.CancelledError:  # this process ends, and its server answers or closes the connection
+            status = status if is_whole else InternalFailure.status
+            raise
+        finally:
+            if status not in (CLIENT_GONE, GatewayTimeout.status):  # whose work may have run; of what did run nothing is left to refund
+                call.charge.refund()
+            self._count(path, call, status, None if is_socket else time.perf_counter() - received_s)
 
     async def _infer(self, call: Call, route: Route, method: str, receive: Receive, send: Send) -> None:
         if method != route.method:
@@ -304,18 +317,6 @@ class Edge:
         call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._gateway.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")
-
-    @staticmethod
-    def _common_headers(call: Call) -> list[tuple[bytes, bytes]]:
-        given = call.headers.get("x-request-id", "")
-        client_id = given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else call.id
-        trace_id = call.span.trace_id if call.span is not None else None
-        return [
-            *([(b"x-trace-id", trace_id.encode())] if trace_id else []),
-            (b"x-sie-request-id", call.id.encode()),
-            (b"x-request-id", client_id.encode()),
-            (b"x-sie-version", sie_contracts.__version__.encode()),
-        ]
 
     def _count(self, path: str, call: Call, status: int, seconds: float | None) -> None:
         endpoint = call.labels.get("endpoint", "")

@@ -43,12 +43,10 @@ class Caller(Protocol):
 
     path: str
     headers: Any
-    labels: dict[str, str]
     receive: Receive | None
 
-    @property
-    def shape(self) -> Any:
-        """How errors look to it. Its body may decide that."""
+    def follow(self, other: Any) -> None:
+        """Be answered with the run of that one: what is told of it is told of this one too, and errors look alike."""
 
 
 class Attachments(Generic[A]):
@@ -236,7 +234,7 @@ class Run(Generic[A]):
                 leaving.cancel()
             if not self._outcome.done():
                 self._leave()
-        caller.labels.update(self.caller.labels)
+        caller.follow(self.caller)
         if self._outcome.done():
             return self._outcome.result()
         if leaving is not None and leaving.done():

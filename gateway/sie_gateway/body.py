@@ -7,6 +7,7 @@ Every refusal names the path of the offending field, with the expected and the g
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ import msgspec
 
 from sie_contracts import arrays
 from sie_contracts.errors import InvalidInput, PayloadTooLarge
-from sie_contracts.options import describe
+from sie_contracts.names import did_you_mean
+from sie_contracts.options import FIELDS, describe
 
 MAX_BODY_BYTES = 256 << 20
 MAX_NESTING = 64
+MOST_KEYS, MOST_KEY = 20, 64  # unknown ones that are looked at, and characters that are shown of one
 ID_BYTES = 4  # of a token id, about as many as of the text of one
 
 
@@ -27,7 +30,8 @@ ID_BYTES = 4  # of a token id, about as many as of the text of one
 class Item:
     """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32 [tokens, width].
 
-    `pair` is the second text of a pair. Without any of them the item holds nothing that a model of texts can use.
+    `pair` is the second text of a pair. Without any of them the item holds nothing that a model of texts can use; `instead` says then
+    what field it has in their place.
     """
 
     text: str | None
@@ -37,6 +41,7 @@ class Item:
     tokens: tuple[int, ...] | None = None
     pair: str | None = None
     vectors: arrays.Array | None = None
+    instead: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -100,7 +105,8 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
     if isinstance(raw, str | dict):
         raw = [raw]
     if raw is None or raw == []:
-        raise InvalidInput(f"{name}: expected at least one item", reason="empty_items", param=name)
+        instead = in_its_place(body, "items", FIELDS) if raw is None else ""
+        raise InvalidInput(f"{name}: expected at least one item{instead}", reason="empty_items", param=name)
     if not isinstance(raw, list):
         raise InvalidInput(f"{name}: expected a list of items, got {describe(raw)}", reason="schema", param=name)
     if len(raw) > limit:
@@ -114,10 +120,21 @@ def query(body: Mapping[str, Any]) -> Item:
     """What the items are scored against. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
-        raise InvalidInput("query: expected a map or a string, got null", reason="schema", param="query")
+        message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
+        raise InvalidInput(message, reason="schema", param="query")
     return _item(raw, "query")
 
 
+def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> str:
+    """What a message ends with that `name` is missing: an unknown field that is like it, or the first unknown one."""
+    unknown = [str(key)[:MOST_KEY] for key in itertools.islice((key for key in body if key not in known), MOST_KEYS)]
+    if not unknown:
+        return ""
+    found = min(unknown, key=lambda key: not did_you_mean(key, (name,)))
+    return f"; unknown field `{found}`{did_you_mean(found, (name,))}"
+
+
+_ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
 _MODALITIES = {"images": "image", "document": "document", "audio": "audio", "video": "video", "multivector": "multivector"}
 
 
@@ -135,7 +152,8 @@ def _item(value: Any, path: str) -> Item:
     # what is given as an array is not compared with an empty list
     used = tuple(modality for key, modality in _MODALITIES.items() if (given := value.get(key)) is not None and not _is_unset(given))
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
-    return Item(text, _optional_text(value, "id", path), metadata, used, vectors=vectors)
+    instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
+    return Item(text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead)
 
 
 def _is_unset(value: Any) -> bool:

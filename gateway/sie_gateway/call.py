@@ -51,6 +51,13 @@ class Call:
     context: Context = NONE  # of its trace, which its work carries on: our span's, or else its client's
     span: Span | None = None  # where this gateway traces
 
+    def follow(self, other: Call) -> None:
+        """Be answered with the run of another call, by the same request: all that is told of that one is told of this."""
+        self.labels.update(other.labels)
+        self.shape, self.asked, self.finished = other.shape, other.asked, other.finished
+        if self.span is not None and other.span is not None:
+            self.span.lead_to(other.span)
+
     @property
     def work_id(self) -> str:
         """What its work is called: another name at each attempt, so that nothing of an earlier one counts."""

@@ -52,6 +52,7 @@ MOST_ATTEMPTS = 4  # of a request whose model's entry changes on its way
 RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
 BARE_OPTIONS_BYTES = 64  # of options without texts
 MAX_RESULT_BYTES = 1 << 30
+CHECK_AGAIN_S = 1.0
 STORED_CHUNK_BYTES = 8 << 20  # of inputs beside a query that no message holds
 SPARSE_IDS_PER_TOKEN = 32
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
@@ -146,10 +147,7 @@ class Inference:
             raw = await _within(read, call.budget_s)
             kept = self.away.find(call, raw)
             if kept is not None:
-                call.shape = kept.caller.shape
-                answer = await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
-                call.labels.update(kept.caller.labels)
-                return answer
+                return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
             with self.away.attend(call, raw) as run:
                 run.answer = await self._handled(call, route, raw)
             if run.left:
@@ -378,19 +376,22 @@ class Inference:
         return finished
 
     async def _results(self, call: Call, request: Understood, collector: Collector, deadline_s: float) -> None:
-        """Wait for all of them to the end of the budget, and at the end of the hold see whether that makes sense.
+        """Wait for all of them to the end of the budget, and from the end of the hold, until a worker has the model, see whether that
+        makes sense.
 
         Raises ModelLoading, Provisioning, GatewayTimeout, and what the collector was failed with.
         """
-        hold_s = call.received_s + min(call.budget_s, self._settings.load_hold_s)
-        try:
-            await collector.wait(max(0.0, hold_s - time.perf_counter()))
-        except TimeoutError:
-            self._cold.check(request.lane, request.resolved.residency)
+        until_s, hosted = call.received_s + min(call.budget_s, self._settings.load_hold_s), False
+        while True:
             try:
-                await collector.wait(max(0.0, deadline_s - time.perf_counter()))
+                await collector.wait(max(0.0, until_s - time.perf_counter()))
+                return
             except TimeoutError as error:
-                raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
+                # a load that begins after the hold, or a worker that leaves, is told like one before its end
+                hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
+                if until_s >= deadline_s:
+                    raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
+            until_s = deadline_s if hosted else min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)
 
 
 def _pool_name(given: str) -> str:
@@ -466,7 +467,8 @@ def _unusable(item: Item, request: Understood) -> Failed | None:
         message = f"{entry.id} takes {', '.join(taken)}, not {foreign[0]}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.is_empty:
-        return Failed(ErrorInfo("INVALID_INPUT", f"text: expected str, got {describe(None)}", reason="empty_item", param="text"))
+        message = f"text: expected str, got {describe(None)}{item.instead}"
+        return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
     return None
 
 

@@ -26,6 +26,7 @@ class Metrics:
     def __init__(self) -> None:
         make = Maker("gateway")
         self.registry = make.registry
+        self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
         self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}  # looking one up costs more than counting
@@ -68,6 +69,7 @@ class Metrics:
 
     def used(self, key: str, finished: Finished) -> None:
         """Account to a key, by the name that its grant has in metrics, what a request of it used."""
+        self._traffic.met(key)
         self.key_tokens.labels(key).inc(finished.usage["total_tokens"])
         self.key_device_seconds.labels(key).inc(finished.device_s)
 
@@ -98,7 +100,8 @@ class Live(Collector):
         yield counter("sie_gateway_reattached", inference.away.joined)
         yield counter("sie_gateway_abandoned", inference.away.abandoned)
         tokens, items, waiting_bytes = admission.occupied()
-        yield gauge("sie_gateway_permits_held", {("tokens",): tokens, ("messages",): items})
+        yield gauge("sie_gateway_permits_held_tokens", tokens)
+        yield gauge("sie_gateway_permits_held_messages", items)
         yield gauge("sie_gateway_waiting_bytes", waiting_bytes)
         yield gauge("sie_gateway_gateways", admission.peers.count())
         yield gauge("sie_gateway_qps", admission.peers.qps())

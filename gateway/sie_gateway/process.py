@@ -1,4 +1,7 @@
-"""The gateway process: connect, own the topology, listen, serve, drain."""
+"""The gateway process: connect, own the topology, listen, serve, leave.
+
+    SIGTERM ──► lame duck: not ready, serves all, each connection's answer is its last ──► drain: refuses new work ──► exit 0
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from sie_contracts.runtime import tracing
 from sie_contracts.runtime.clock import BrokerClock
 from sie_contracts.runtime.connection import connected
 from sie_contracts.runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
-from sie_contracts.runtime.http import HttpServer
+from sie_contracts.runtime.http import STOP_S, HttpServer
 from sie_contracts.runtime.keys import Keys
 from sie_contracts.runtime.process import Stop, Tasks, retry
 from sie_contracts.runtime.websocket import WebSocketProtocol
@@ -59,9 +62,11 @@ async def serve(
     port: int,
     nats_monitor_url: str | None = None,
     drain_s: float | None = None,
+    lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop`, then finish what was accepted, for `drain_s` seconds at most; by default as long as any request may take.
+    """Serve until `stop`, go on for `lame_duck_s`, then finish what was accepted, for `drain_s` seconds at most; by default as long as any
+    request may take.
 
     Returns the exit status. Raises SettingError.
     """
@@ -94,9 +99,9 @@ async def serve(
         pools.on_gone.append(part.forget)
     scaling = Scaling(settings, broker, feed, fleet, backlog, admission.peers, demand, pools, clock.now_s)
     inference = Inference(settings, feed, fleet, queue, inbox, metrics, pools, admission, cold)
-    status = Status(settings, broker, feed, fleet, admission.peers, pools.own, nats_monitor_url)
-    keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     lag = Lag(broker, backlog, pools, clock.now_s)
+    status = Status(settings, broker, feed, fleet, admission.peers, pools.own, lag, nats_monitor_url)
+    keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag)
     gateway.tracer = tracer
     main = HttpServer(create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol)
@@ -106,6 +111,7 @@ async def serve(
         await main.stop()
         raise
     tasks = Tasks(_logger, stop.request)
+    drained_s = 0.0
     drained = Stop()  # requests in progress need what runs beside them as much as before
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
@@ -137,23 +143,31 @@ async def serve(
         tasks.start(placer.run(drained), "placement")
         tasks.start(pools.run(drained), "pools")
         tasks.start(status.run(drained), "status")
-        tasks.start(status.sockets.run(stop), "status sockets")
+        tasks.start(status.sockets.run(drained), "status sockets")
 
         async def on_reconnect() -> None:
             await retry(queue.reverify, errors=(BrokerError,), stop=drained, logger=_logger, what="verifying the queue after a reconnect")
 
         broker.on_reconnect(on_reconnect)
-        gateway.started = True
+        gateway.started = not stop.requested
         if on_listening is not None:
             on_listening(main.port)
         _logger.info("gateway listening on %s:%d, metrics on %d", host, main.port, side.port)
         await stop.wait()
+        gateway.leaving = True
+        main.leave()
+        side.leave()
+        if lame_duck_s and gateway.started:  # nobody is sent to one that was never ready
+            _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
+            await stop.lame_duck(lame_duck_s)
+            await main.hang_up()  # without a lame duck this would meet requests on their way
         gateway.draining = True
         inference.away.close()
         await inference.shadows.close()
         _logger.info("gateway draining, %d requests in progress", inference.in_progress)
+        drained_s = asyncio.get_running_loop().time() + (longest_drain_s(settings) if drain_s is None else drain_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(longest_drain_s(settings) if drain_s is None else drain_s):
+            async with asyncio.timeout_at(drained_s):
                 await inference.idle.wait()
         if inference.in_progress:
             inbox.fail_all(ShuttingDown("this gateway is shutting down; another one takes the request"))
@@ -163,7 +177,7 @@ async def serve(
         if owning is not None and not owning.done():
             owning.cancel()
             await asyncio.gather(owning, return_exceptions=True)
-        await asyncio.gather(main.stop(), side.stop())
+        await asyncio.gather(main.stop(max(STOP_S, drained_s - asyncio.get_running_loop().time())), side.stop())
         await inbox.stop()
         if measuring is not None:
             measuring.cancel()
@@ -200,11 +214,15 @@ async def _own_streams(queue: WorkQueue, placer: Placer, settings: Settings, poo
 
 
 async def run(
-    settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None, drain_s: float | None = None
-) -> int:
+    settings: Settings, stop: Stop, *, host: str, port: int, nats_monitor_url: str | None = None, drain_s: float | None = None,
+    lame_duck_s: float = 0.0,
+) -> int:  # fmt: skip
     """The gateway against NATS. Raises SettingError."""
-    async with connected(settings.nats_url, "sie-gateway", stop) as broker:
+    async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0
         source = config_source(settings.config_service_url, settings.config_read_token)
-        return await serve(settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s)
+        return await serve(
+            settings, broker, source, stop, host=host, port=port, nats_monitor_url=nats_monitor_url, drain_s=drain_s,
+            lame_duck_s=lame_duck_s,
+        )  # fmt: skip

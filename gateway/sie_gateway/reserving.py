@@ -16,6 +16,7 @@ from sie_contracts.broker import BrokerError
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotReady, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.messages import PoolSpec
+from sie_contracts.names import did_you_mean
 from sie_gateway import assignments
 from sie_gateway.pools import not_found
 
@@ -45,7 +46,8 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     unknown = sorted(str(key) for key in body.keys() - _FIELDS - _IGNORED)
     if unknown:
         field = unknown[0][:60]
-        raise InvalidInput(f"{field}: no such field; there are {', '.join(sorted(_FIELDS))}", reason="schema", param=field)
+        meant = did_you_mean(field, _FIELDS) or f"; there are {', '.join(sorted(_FIELDS))}"
+        raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
     name = _name(body.get("name"))
     gpus = _counts(body, "gpus", profiles)
     if not gpus:

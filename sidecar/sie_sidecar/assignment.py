@@ -2,12 +2,15 @@
 
     KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it alone
 
-Without a table (no gateway ever wrote one) everything is pulled. A table that nobody confirmed for OLD_S while work waits means that no
-gateway is there: hosts stay hosts, and a worker that has a model loaded also takes work of it that waits.
+Where there never was a table nothing is pulled until the first one comes, FIRST_S at most: a gateway writes it within a second of the first
+worker's heartbeat, and workers that begin without it each load every model that has work. After that, without any gateway, everything is
+pulled. A table that nobody confirmed for OLD_S while work waits means that no gateway is there: hosts stay hosts, and a worker that has a
+model loaded also takes work of it that waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
@@ -19,6 +22,7 @@ from sie_contracts.broker import Broker, Entry, Subscription
 from sie_contracts.messages import Placement
 from sie_contracts.topology import Lane
 
+FIRST_S = 5.0
 OLD_S = 15.0
 AHEAD_AGAIN_S = 60.0  # a model that went after it was loaded ahead had to make room: not at once again
 
@@ -61,6 +65,7 @@ class Assignment:
         self._held = held
         self._on_change = on_change
         self._watch: Subscription | None = None
+        self._first: asyncio.TimerHandle | None = None  # while the first table is waited for
         self._waiting: frozenset[str] = frozenset()  # models with work at two looks in a row while the table was old
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # consumer name -> models that it may bring
@@ -74,15 +79,29 @@ class Assignment:
         if entry is not None:
             await self._on_entry(entry)
         self._watch = await bucket.watch(self._on_entry, entry.revision if entry else 0)
+        if self.table is None:
+            self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
+
+    def _no_table(self) -> None:
+        _logger.warning("no placement table within %g s: no gateway is there, all work is pulled", FIRST_S)
+        self._first = None
+        self._on_change()
 
     async def stop(self) -> None:
+        self._end_wait()
         watch, self._watch = self._watch, None
         if watch is not None:
             await watch.stop()
 
+    def _end_wait(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+            self._first = None
+
     async def _on_entry(self, entry: Entry) -> None:
         if entry.key != topology.lane_key(self._lane):
             return
+        self._end_wait()
         if entry.value is None:
             self.table = None
         else:
@@ -116,7 +135,7 @@ class Assignment:
     def role(self, consumer: str) -> Role:
         """What to do about the consumer of this name: the most that any of its models asks for."""
         if self.table is None:
-            return "pull"
+            return "pull" if self._first is None else "none"
         return max((self._of(model) for model in self._consumers.get(consumer, ())), key=_ORDER.__getitem__, default="none")
 
     def _of(self, model: str) -> Role:

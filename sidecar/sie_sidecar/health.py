@@ -79,6 +79,7 @@ class Health:
         ) if worker else ()  # fmt: skip
         credit_cost, credit_items = worker.most() if worker else (0, 0)
         batch_cost, pipeline = worker.ahead() if worker else (0, 0)
+        ahead_s = worker.broker_clock.ahead_s() if worker else None
         return Heartbeat(
             worker=self._id, pool=worker.lane.pool if worker else self._lane.pool, own_pool=self._lane.pool if self.asks else "",
             machine_profile=self._lane.machine_profile, bundle=self._lane.bundle,
@@ -90,6 +91,7 @@ class Health:
             slots=worker.hosting.slots(description) if worker and description else 0,
             rate=worker.rate.tokens_per_s if worker else 0.0, held_cost=held_cost,
             credit_cost=credit_cost, credit_items=credit_items, batch_cost=batch_cost, pipeline=pipeline,
+            clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
         )  # fmt: skip
 
     async def publish(self) -> None:

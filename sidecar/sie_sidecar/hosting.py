@@ -37,6 +37,7 @@ FILL_WEIGHT = 0.1  # of the last batch
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 TELL_S = 1.0
 EARLIER_LOAD_S = 0.5
+MOST_TURN_S = 5.0  # that a load gives its model: who asks for the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 
@@ -154,7 +155,7 @@ class Hosting:
         self._asked = 0  # loads asked for
         self._room_bytes: float | None = None  # for models, when last no load was under way
         self._swap_after_s = swap_after_s
-        self._quiet = asyncio.Event()  # set when a model has no work left
+        self._waiters: list[tuple[float, asyncio.Future[None]]] = []  # for room: since when, and what wakes them
         self._link = link
         self._clock = clock
         self._on_change = on_change
@@ -232,14 +233,14 @@ class Hosting:
         hosted.used_s = self._clock()
         hosted.uses += 1
         if hosted.held == hosted.parked:
-            self._quiet.set()
+            self._tell_quiet()
 
     def _on_link(self, connected: bool) -> None:
         if not connected:
             self._told.clear()
             for hosted in self._hosted.values():
                 hosted.unload()
-            self._quiet.set()
+            self._tell_quiet()
         self._on_change()
 
     async def ensure(self, hosted: Hosted, items: Callable[[], int] | None = None, *, past_gate: bool = False) -> None:
@@ -287,14 +288,15 @@ class Hosting:
         self._on_change()
         closed: Hosted | None = None
         try:
-            ready = None
+            ready, began_s = None, asked_s
             while self._still_loads(hosted, resolved) and (ready := await self._asked_to_load(hosted, resolved)) is None:
                 closed = await self._make_room(hosted, asked_s, closed)
+                began_s = self._clock()
             if ready is None:
                 return
             if hosted.resolved.entry == resolved.entry:  # else it changed meanwhile: what was loaded is another model
                 self._loaded(hosted, ready)
-                hosted.load_s = ready.load_s or self._clock() - asked_s
+                hosted.load_s = ready.load_s or self._clock() - began_s
         except SIEError:
             if hosted.resolved.entry == resolved.entry:  # else whoever waits wants another model, which is loaded next
                 raise
@@ -302,8 +304,7 @@ class Hosting:
             if hosted.state == "loading":
                 hosted.state = "available"
             if closed is not None:
-                closed.gate.set()
-                self.on_role(closed)
+                self._open(closed)
             hosted.loading = None
             self._on_change()
 
@@ -344,7 +345,7 @@ class Hosting:
             raise SIEError.from_info(hosted.error.info()) from error
         finally:
             hosted.arriving = False
-            self._quiet.set()
+            self._tell_quiet()
 
     def _first_to_go(self, idle: list[Hosted]) -> list[Hosted]:
         """Of these models the ones that are placed elsewhere, or all where there is none."""
@@ -390,7 +391,7 @@ class Hosting:
         """So many of the work items of `hosted` need it again later, and not now: it may go meanwhile."""
         hosted.before_gate.append(items)
         if hosted.held == hosted.parked:
-            self._quiet.set()
+            self._tell_quiet()
 
     def unpark(self, hosted: Hosted, items: Callable[[], int]) -> None:
         """They need it now."""
@@ -403,15 +404,20 @@ class Hosting:
 
     async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
         """Return when one more of the other models has no work, or nobody wants this one any more. Once `hosted` has waited `swap_after_s`,
-        and the model that was loaded longest ago has been there for as long, that one is closed to new work until `hosted` had its load;
-        returns it."""
+        the model whose turn is over first is closed to new work, when it is, until `hosted` had its load; returns it."""
         had_work = self._busy(hosted)
         while hosted.is_wanted and had_work and all(other in self._busy(hosted) for other in had_work):
-            oldest = min((other for other in had_work if other.state == "loaded"), key=lambda other: other.loaded_s, default=None)
-            # what was loaded for its own work gets to it first
-            due_s = max(asked_s, oldest.loaded_s) + self._swap_after_s - self._clock() if oldest and closed is None else None
+            if closed is not None and (closed.state != "loaded" or closed.gate.is_set()):  # its room went to another load
+                self._open(closed)
+                closed = None
+            # one that is closed already goes for another one's load
+            able = (other for other in had_work if other.state == "loaded" and other.gate.is_set())
+            first = min(able, key=self._turn_ends_s, default=None)
+            due_s = None
+            if first is not None and closed is None:
+                due_s = max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
             if due_s is not None and due_s <= 0:
-                closed = oldest
+                closed = first
                 assert closed is not None
                 closed.gate.clear()
                 self.on_role(closed)
@@ -419,11 +425,35 @@ class Hosting:
                 hosted.swapped = True
                 _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
                 continue
-            self._quiet.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(due_s):
-                    await self._quiet.wait()
+            await self._until_quiet(asked_s, due_s)
         return closed
+
+    async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
+        """Return when a model may have no more work, or after `timeout_s`."""
+        waiter = asked_s, asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await waiter[1]
+        finally:
+            self._waiters.remove(waiter)
+
+    def _tell_quiet(self) -> None:
+        """Whoever waits for room looks again, in the order in which they came: else two models could take turns for ever beside a third."""
+        for _, waiter in sorted(self._waiters, key=lambda each: each[0]):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _open(self, closed: Hosted) -> None:
+        """It takes new work again, and may be closed for another one."""
+        closed.gate.set()
+        self.on_role(closed)
+        self._tell_quiet()
+
+    def _turn_ends_s(self, hosted: Hosted) -> float:
+        """What was loaded for its own work gets to it for as long as its load took, at most MOST_TURN_S: else there are only loads."""
+        return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MOST_TURN_S))
 
     def _loaded(self, hosted: Hosted, ready: ipc.Ready) -> None:
         self._evicted(ready.evicted)

@@ -32,6 +32,7 @@ class Metrics:
     def __init__(self) -> None:
         make = Maker("worker")
         self.registry = make.registry
+        self._traffic = make.traffic
         self.requests = make.counters("sie_requests")
         self.duration = make.histograms("sie_request_duration_seconds")
         self.batch_size = make.histograms("sie_batch_size")
@@ -77,6 +78,7 @@ class Metrics:
 
     def answered(self, model: str, endpoint: str, result: WorkResult) -> None:
         """Account for a chunk, after its result has left."""
+        self._traffic.met(model)
         traced = exemplar()
         codes = {outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)}
         status = "success" if not codes else "queue_full" if codes == {"QUEUE_FULL"} else "error"
@@ -99,10 +101,11 @@ class Remedies:
 
     def told(self, description: Description) -> None:
         """Take in what an adapter counts."""
-        if description.pid != self._pid:
+        now = {(each.model, remedy): getattr(each, remedy) for each in description.shortages for remedy in OOM}
+        # in a container of its own an adapter has the same pid each time
+        if description.pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
             self._before.update(self._now)
-            self._pid = description.pid
-        self._now = {(each.model, remedy): getattr(each, remedy) for each in description.shortages for remedy in OOM}
+        self._pid, self._now = description.pid, now
 
     def count(self, model: str, remedy: str) -> int:
         return self._before[model, remedy] + self._now.get((model, remedy), 0)

@@ -245,7 +245,7 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
 
 async def run(settings: Settings, stop: Stop, *, host: str) -> int:
     """The sidecar against NATS. Raises SettingError."""
-    async with connected(settings.nats_url, "sie-sidecar", stop) as broker:
+    async with connected(settings.nats_url, "sie-sidecar", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0
         source = config_source(settings.config_service_url, settings.config_read_token)

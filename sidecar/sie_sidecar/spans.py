@@ -6,13 +6,15 @@ each work item `inference` and `postprocess`.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sie_contracts.broker import Delivery
+from sie_contracts.errors import SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, Stages, WorkItem
 from sie_contracts.trace_context import NONE, Context
 
@@ -35,12 +37,21 @@ def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span |
     return tracer.begin("work", Context(item.traceparent, item.tracestate), kind="consumer", attributes=own)
 
 
-def of_batch(tracer: Tracer | None, jobs: Sequence[Held]) -> Span | None:
-    """A span for the batch of these; None where none of them is traced."""
+@contextlib.contextmanager
+def batch(tracer: Tracer | None, jobs: Sequence[Held]) -> Iterator[Span | None]:
+    """A span for the batch of these, from here to its answer or its failure; None where none of them is traced."""
     traced = [held.span for held in jobs if held.span is not None and held.span.is_recording]
     if tracer is None or not traced:
-        return None
-    return tracer.begin("batch", traced[0].context, links=traced)
+        yield None
+        return
+    span = tracer.begin("batch", traced[0].context, links=traced)
+    try:
+        yield span
+    except BaseException as error:
+        span.fail(error.code if isinstance(error, SIEError) else type(error).__name__)
+        raise
+    finally:
+        span.end()
 
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import sie_contracts
 from sie_contracts.catalogue import ModelEntry, RunDefaults, listed_outputs, widths
 from sie_contracts.errors import NotFound, ResourceExhausted, SIEError, Unauthenticated
-from sie_contracts.runtime.http import App, Receive, Scope, Send, probes
+from sie_contracts.runtime.http import App, Receive, Scope, Send, headers_of, probes
 from sie_contracts.runtime.websocket import Frames, check_origin, refuse
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
@@ -73,8 +73,7 @@ class Status:
 
     def _admit(self, scope: Scope) -> None:
         """Raises NotFound, PermissionDenied, ResourceExhausted, Unauthenticated."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        wanted, given = self._settings.config_read_token, headers.get("authorization", "")
+        wanted, given = self._settings.config_read_token, headers_of(scope).get("authorization", "")
         given = given[7:] if given[:7].lower() == "bearer " else given
         if wanted is not None and not wanted.matches(given.strip()):
             raise Unauthenticated("the config read token is needed" if not given else "this token is not the config read token")

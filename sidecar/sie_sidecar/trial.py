@@ -13,7 +13,8 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sie_contracts import ipc
 from sie_contracts.errors import GatewayTimeout, InternalFailure, LoraLoading, ModelLoading, SIEError
@@ -23,6 +24,9 @@ from sie_sidecar.held import Held, joined, merge, only, runnable
 from sie_sidecar.hosting import Hosted
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.poison import Marks, content_keys, refusal
+
+if TYPE_CHECKING:
+    from sie_contracts.runtime.spans import Span
 
 TRIAL_SLICE_S = 0.05
 BATCH_BETWEEN_S = 1.0  # at most, for the batch that goes first
@@ -52,7 +56,10 @@ class Bench(Protocol):
     async def ensure_ready(self, held: Held) -> None:
         """Have the model loaded. Raises SIEError."""
 
-    def frame_of(self, held: Held) -> tuple[ipc.RunBatch, BatchNote]:
+    def span_of(self, held: Held) -> AbstractContextManager[Span | None]:
+        """A span for the batch that it is to be, where it is traced."""
+
+    def frame_of(self, held: Held, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
         """One work item as a batch of its own."""
 
     def settle(
@@ -163,11 +170,12 @@ class Trials:
 
         held.sealed_s = held.sealed_s or self._clock()
         held.fingerprint = hosted.fingerprint(held.item.profile, held.item.options.lora)
-        frame, note = self._bench.frame_of(single)
-        sent = self._bench.batches_sent()
-        failpoint("trial.before_run")
         try:
-            done = await self._link.run_batch(frame, on_started)
+            with self._bench.span_of(single) as span:
+                frame, note = self._bench.frame_of(single, span)
+                sent = self._bench.batches_sent()
+                failpoint("trial.before_run")
+                done = await self._link.run_batch(frame, on_started)
         except AdapterGone as gone:
             hosted.unload()
             self._give_device_back()

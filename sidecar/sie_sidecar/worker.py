@@ -19,6 +19,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -416,7 +417,6 @@ class Worker:
         self._metrics.batches.set(self._sent)
         self.rate.sent(sealed_s)
         started, ran = False, 0
-        span = spans.of_batch(self.tracer, jobs)
 
         def on_started() -> None:
             nonlocal started
@@ -427,8 +427,9 @@ class Worker:
 
         self._batch_number += 1
         try:
-            frame, note = self._frame(batch, f"{self._id}-{self._batch_number}", span)
-            done = await self._link.run_batch(frame, on_started)
+            with spans.batch(self.tracer, jobs) as span:
+                frame, note = self._frame(batch, f"{self._id}-{self._batch_number}", span)
+                done = await self._link.run_batch(frame, on_started)
             ran = batch.cost
             recording.ran(batch, note, done, self._lanes)
             self._answer_batch(jobs, done, note)
@@ -450,10 +451,6 @@ class Worker:
             _logger.exception("a batch failed")
             self.answer_all(jobs, InternalFailure("the worker failed while running the batch"))
         finally:
-            if span is not None:
-                if not ran:
-                    span.fail("BATCH_NOT_RUN")
-                span.end()
             self.rate.ended(ran, self._clock())
             self._left_device()
         return True
@@ -503,13 +500,16 @@ class Worker:
         count = functools.partial(wanted, [held])
         await self.preparing.ensure_ready(held.hosted, held.item.options.lora, count, past_gate=True, until_s=held.deadline_s)
 
-    def frame_of(self, held: Held) -> tuple[ipc.RunBatch, BatchNote]:
+    def span_of(self, held: Held) -> AbstractContextManager[Span | None]:
+        return spans.batch(self.tracer, [held])
+
+    def frame_of(self, held: Held, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
         if held.is_outdated:
             raise changed()
         job = self._job(held, held.received_s)
         self._count(held, 0)  # it does not wait for the device
         self._batch_number += 1
-        return self._frame(Batch(job.key, (job,), job.cost), f"{self._id}-{self._batch_number}")
+        return self._frame(Batch(job.key, (job,), job.cost), f"{self._id}-{self._batch_number}", span)
 
     async def _run_in_turn(self, batch: Batch[Held]) -> None:
         """Load the LoRA of a batch again and run it before another one can take the place."""
@@ -535,7 +535,7 @@ class Worker:
         self._wake.set()
 
     @staticmethod
-    def _frame(batch: Batch[Held], name: str, span: Span | None = None) -> tuple[ipc.RunBatch, BatchNote]:
+    def _frame(batch: Batch[Held], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
         """The batch as the adapter reads it, and what is told of it. `span`: its own, without one it belongs to its first work item."""
         parts = []
         for job in batch.jobs:
@@ -559,7 +559,6 @@ class Worker:
 
     def _on_gone(self, jobs: list[Held], *, suspects: bool) -> None:
         """The adapter went away with this batch. If the device had it, its inputs are suspects: from now on each runs alone."""
-        self._metrics.adapter_deaths.inc()
         for held in jobs:
             if held.hosted is not None:
                 held.hosted.unload()
@@ -600,6 +599,8 @@ class Worker:
         self._wake.set()
 
     def _on_link(self, connected: bool) -> None:
+        if not connected:
+            self._metrics.adapter_deaths.inc()
         self.pulling.refill()
         self._wake.set()
 
@@ -683,7 +684,9 @@ class Worker:
         if held.span is not None:
             held.span.end()
         self._in_hand.pop(held.lease, None)
-        self.known(held)
+        if held.coming:
+            self.known(held)
+            self.pulling.refill_one(held.lease.delivery.consumer)  # it stood for others that its model's load would have served
         if self.preparing.fetching is not None:
             self.preparing.fetching.let_go(held)
         self._let_model_go(held)
@@ -746,6 +749,9 @@ class Worker:
         except TimeoutError:
             _logger.warning("draining took longer than %.0f s: %d work items are handed back", grace_s, len(self.leases))
         await self._work.cancel()
+        for held in (*self.preparing.arrived, *self._in_hand.values()):
+            if held.span is not None:
+                held.span.end()
         for lease in self.leases.all():
             failpoint("worker.before_hand_back")
             await self.leases.hand_back(lease)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -30,8 +32,8 @@ from sie_contracts.runtime.process import Stop
 from sie_gateway.process import serve as serve_gateway
 from sie_sidecar.process import serve as serve_sidecar
 
-# Values that a server would take for something else if they stood there bare.
-PASSWORDS = {"gateway": "1e10", "config": "true", "worker": "007", "operator": "p-w_d", "route": "12h"}
+# Values that a server would take for something else if they stood there bare, or a URL.
+PASSWORDS = {"gateway": "1e10", "config": "true", "worker": "007", "operator": "p@/w:%41#? d", "route": "1@/:%41#? é"}
 # of a family that the packaged bundle serves
 ENTRY = toy_entry(family="text-encoder", run={"pooling": "mean"})
 
@@ -59,18 +61,31 @@ def config_of(found: Any, folder: Path, changes: Mapping[str, str] | None = None
         assert before in text
         text = text.replace(before, after)
     (folder / "nats.conf").write_text(text)
+    if "start.sh" in data:
+        (folder / "start.sh").write_text(data["start.sh"])
     return folder / "nats.conf"
+
+
+def command_of(found: Any, config: Path) -> list[str]:
+    """The rendered one, with paths as they are here. A script of it is written anew."""
+    script = config.with_name("start.sh")
+    if script.exists():
+        script.write_text(script.read_text().replace("nats-server -c", f"{binary()} -c").replace("/etc/nats", str(config.parent)))
+    words = container(found, "sie-nats", "nats")["command"]
+    return [binary() if word == "nats-server" else word.replace("/etc/nats", str(config.parent)) for word in words]
 
 
 @pytest.mark.parametrize("file", ["values-kind.yaml", "values-gke.yaml", "values-ha.yaml", "everything.yaml"])
 def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
     found = rendered(file)
     config = config_of(found, tmp_path)
-    done = subprocess.run([binary(), "-t", "-c", str(config)], env=environ_of(found), capture_output=True, text=True, timeout=20)
+    environ = {"PATH": os.environ["PATH"], **environ_of(found)}
+    done = subprocess.run([*command_of(found, config), "-t"], env=environ, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
 
 
 def test_what_is_written_is_on_the_disk_as_fast_as_with_serve() -> None:
+    """P4: and a server that does not come up never keeps the others from being replaced."""
     text = of_kind("ConfigMap", objects(template(values=CHOSEN)))["sie-nats"]["data"]["nats.conf"]
     assert f'sync_interval: "{SYNC_INTERVAL}"' in text
     assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
@@ -117,12 +132,14 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
         for number, (client, monitor, route) in enumerate(ports):
             changes = {f"0.0.0.0:{port}": f"127.0.0.1:{here}" for port, here in ((4222, client), (8222, monitor), (6222, route))}
             config = config_of(found, tmp_path / str(number), {**changes, 'sync_interval: "always"': 'sync_interval: "1s"'})
-            environ = environ_of(found, number)
+            environ = {"PATH": os.environ["PATH"], **environ_of(found, number)}
+            script = config.with_name("start.sh").read_text()
             for peer, (_, _, at) in enumerate(ports):
                 host = f"sie-nats-{peer}.sie-nats-servers:6222"
-                assert host in environ[f"ROUTE_{peer}"]
-                environ[f"ROUTE_{peer}"] = environ[f"ROUTE_{peer}"].replace(host, f"127.0.0.1:{at}")
-            argv = (binary(), "-c", str(config))
+                assert host in script
+                script = script.replace(host, f"127.0.0.1:{at}")
+            config.with_name("start.sh").write_text(script)
+            argv = command_of(found, config)
             servers.append(await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL))
         url = ",".join(f"nats://config:{PASSWORDS['config']}@127.0.0.1:{client}" for client, _, _ in ports)
         broker = await connect(url, name="test-config", timeout_s=10)
@@ -167,7 +184,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 
 def url_of(server: NatsServer, user: str) -> str:
-    return server.url.replace("//", f"//{user}:{PASSWORDS[user]}@")
+    return server.url.replace("//", f"//{user}:{quote(PASSWORDS[user], safe='')}@")
 
 
 @contextlib.asynccontextmanager

@@ -5,31 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helm import CHOSEN, FILES, objects, of_kind, rendered, template, workloads
-
-Objects = tuple[dict[str, Any], ...] | list[dict[str, Any]]
-
-
-def matches(peer: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Of a pod of this namespace."""
-    return peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items()
-
-
-def allowed(found: Objects, source: str, target: str, port: int) -> bool:
-    """Whether some policy of the source lets it out and some policy of the target lets it in."""
-    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(found).items()}
-
-    def passes(own: str, other: str, direction: str, key: str) -> bool:
-        policies = [each["spec"] for each in of_kind("NetworkPolicy", found).values() if matches(each["spec"], labels[own])]
-        assert any(direction.capitalize() in policy["policyTypes"] for policy in policies), f"{own} is open"
-        return any(
-            any(each["port"] == port for each in rule.get("ports", ()))
-            and (key not in rule or any(matches(peer, labels[other]) for peer in rule[key]))
-            for policy in policies
-            for rule in policy.get(direction, ())
-        )
-
-    return passes(source, target, "egress", "to") and passes(target, source, "ingress", "from")
+from helm import CHOSEN, FILES, allowed, matches, objects, of_kind, rendered, template, workloads
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -70,8 +46,10 @@ def test_outside_is_reached_for_buckets_and_the_hub_alone() -> None:
     assert outside({}) == {"sie-gateway": {443}, "sie-config": {443}, "sie-worker": {443}, "sie-nats": set()}
     assert outside({"networkPolicy": {"egressPorts": []}})["sie-worker"] == set()
     assert outside({"tracing": {"enabled": True, "endpoint": "http://collector.tracing:4319"}})["sie-worker"] == {443, 4319}
-    external = {"nats": {"enabled": False, "url": "nats://b:4333"}, "networkPolicy": {"brokerPorts": [4333]}}
-    assert outside(external)["sie-config"] == {443, 4333}
+    for endpoint, port in (("http://10.0.0.5", 4317), ("https://collector:4319/v1", 4319), ("http://collector2/", 4317)):
+        assert outside({"tracing": {"enabled": True, "endpoint": endpoint}})["sie-worker"] == {443, port}
+    external = {"nats": {"enabled": False, "url": "nats://b:4333,tls://10.0.0.7"}}
+    assert outside(external)["sie-config"] == {443, 4333, 4222}
 
 
 def test_clients_and_monitors_are_those_that_are_named() -> None:

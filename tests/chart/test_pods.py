@@ -11,7 +11,7 @@ from helm import CHOSEN, FILES, SECRET, container, containers, objects, of_kind,
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
 from sie_cli import main as cli
-from sie_contracts.settings import BY_NAME, load
+from sie_contracts.settings import BY_NAME, Secret, load
 from sie_gateway.process import longest_drain_s
 from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
 
@@ -42,6 +42,18 @@ def test_every_container_has_probes_and_resources(found: tuple[dict[str, Any], .
             assert [each[probe]["httpGet"]["path"] for probe in PROBES] == ["/healthz", "/healthz", "/readyz"]
 
 
+def test_who_waits_for_the_broker_is_not_restarted_meanwhile(found: tuple[dict[str, Any], ...]) -> None:
+    """A gateway and a sidecar listen once they are connected, and a broker may take its whole time to start."""
+
+    def longest_s(each: dict[str, Any]) -> int:
+        return int(each["startupProbe"]["periodSeconds"] * each["startupProbe"]["failureThreshold"])
+
+    broker_s = longest_s(container(found, "sie-nats", "nats"))
+    waiting = [each for _, _, each in containers(found) if each["name"] in ("gateway", "worker-sidecar")]
+    assert len(waiting) > 1
+    assert all(longest_s(each) > broker_s for each in waiting)
+
+
 def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...]) -> None:
     allowed = {"configMap", "emptyDir", "ephemeral", "persistentVolumeClaim"}
     for name, spec, each in containers(found):
@@ -59,13 +71,18 @@ def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...])
 
 
 def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ...]) -> None:
-    """P3: the longest deadline is that of a request; a gateway also waits until load balancers know."""
+    """P3: the longest deadline is that of a request; gateways and config service first serve on until load balancers know. The processes
+    themselves do so: a `sleep` before SIGTERM would leave clients their connections until they are refused."""
     gateway = container(found, "sie-gateway", "gateway")
     told = {"SIE_GATEWAY_REQUEST_TIMEOUT": variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"]}
     longest_s = longest_drain_s(load(environ=told).settings)
     assert "--drain-s" not in " ".join(gateway["args"])
     assert longest_s > float(told["SIE_GATEWAY_REQUEST_TIMEOUT"])
-    waits_s = float(gateway["lifecycle"]["preStop"]["exec"]["command"][1])
+    for name in ("gateway", "config"):
+        each = container(found, f"sie-{name}", name)
+        (waits_s,) = (float(arg.partition("=")[2]) for arg in each["args"] if arg.startswith("--lame-duck-s="))
+        assert waits_s > 0
+        assert "lifecycle" not in each
     for name, workload in workloads(found).items():
         if name == "sie-nats":
             lame_s = float(re.search(r'lame_duck_duration: "(\d+)s"', of_kind("ConfigMap", found)["sie-nats"]["data"]["nats.conf"])[1])  # type: ignore[index]
@@ -203,12 +220,12 @@ def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) 
     for workload, _, each in containers(found):
         for name, value in variables(each).items():
             row = BY_NAME.get(name)
-            if (row is not None and row.secret) or name in ("NATS_PASSWORD", "HF_TOKEN"):
+            if (row is not None and row.secret) or name == "HF_TOKEN":
                 assert value["secretKeyRef"]["name"] in (named, "hub"), (workload, name)
         if each["name"] in ("worker-sidecar", "adapter"):
             assert "SIE_ADMIN_TOKEN" not in variables(each)
         if each["name"] == "adapter":
-            assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "NATS_PASSWORD"} & variables(each).keys()
+            assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "SIE_NATS_PASSWORD"} & variables(each).keys()
 
 
 def test_each_component_comes_to_the_broker_as_itself(found: tuple[dict[str, Any], ...]) -> None:
@@ -216,10 +233,8 @@ def test_each_component_comes_to_the_broker_as_itself(found: tuple[dict[str, Any
     for _, _, each in containers(found):
         user = {"gateway": "gateway", "config": "config", "worker-sidecar": "worker"}.get(each["name"])
         if user is not None:
-            assert variables(each)["SIE_NATS_URL"].startswith(f"nats://{user}:$(NATS_PASSWORD)@")
-            assert variables(each)["NATS_PASSWORD"]["secretKeyRef"]["key"] == f"nats-{user}"
-            names = [variable["name"] for variable in each["env"]]
-            assert names.index("NATS_PASSWORD") < names.index("SIE_NATS_URL")  # only what stands before is put in
+            assert variables(each)["SIE_NATS_URL"].startswith(f"nats://{user}@")
+            assert variables(each)["SIE_NATS_PASSWORD"]["secretKeyRef"]["key"] == f"nats-{user}"
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("none", None), ("static", False), ("token", True)])
@@ -240,9 +255,8 @@ def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -
     assert not of_kind("StatefulSet", found)
     assert "--nats-monitor-url" not in str(container(found, "sie-gateway", "gateway")["args"])
     for workload, name, user in (("sie-gateway", "gateway", "gateway"), ("sie-worker-cpu", "worker-sidecar", "worker")):
-        url = variables(container(found, workload, name))["SIE_NATS_URL"].replace("$(NATS_PASSWORD)", "pw")
-        BY_NAME["SIE_NATS_URL"].read(url)
-        assert split(url) == (["tls://one:4222", "tls://two:4223"], {"user": user, "password": "pw"})
+        url = BY_NAME["SIE_NATS_URL"].read(variables(container(found, workload, name))["SIE_NATS_URL"])
+        assert split(url, Secret("pw")) == (["tls://one:4222", "tls://two:4223"], {"user": user, "password": "pw"})
 
 
 @pytest.mark.parametrize(("cache", "expected"), [
@@ -257,4 +271,6 @@ def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected
     volume = next(each for each in pod(workloads(found)["sie-worker-cpu"])["volumes"] if each["name"] == "cache")
     assert volume == {"name": "cache", **expected}
     adapter = container(found, "sie-worker-cpu", "adapter")
+    limit = str(50 << 30) if "emptyDir" in expected else None  # the file system of a claim knows its size
+    assert variables(adapter).get("SIE_DISK_CACHE_BYTES") == limit
     assert variables(adapter)["SIE_LOCAL_CACHE"] in {mount["mountPath"] for mount in adapter["volumeMounts"] if mount["name"] == "cache"}

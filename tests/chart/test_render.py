@@ -82,6 +82,13 @@ def test_hooks_are_not_used() -> None:
     assert all("helm.sh/hook" not in json.dumps(found) for file in FILES for found in rendered(file))
 
 
+CPU = {"machineProfile": "cpu"}
+
+
+def groups(**own: Any) -> dict[str, Any]:
+    return {**CHOSEN, "workers": {"groups": own}}
+
+
 @pytest.mark.parametrize(("values", "message"), [
     ({}, "auth.mode: choose who may call"),
     ({"auth": {"secretName": "sie"}}, "auth.mode: choose who may call"),
@@ -96,6 +103,28 @@ def test_hooks_are_not_used() -> None:
     ({**CHOSEN, "settings": {"SIE_ACK_WAIT": 3}}, 'settings: Property name of "SIE_ACK_WAIT" does not match'),
     ({**CHOSEN, "settings": {"SIE_AUTH_TOKENS": "in-clear"}}, 'settings: Property name of "SIE_AUTH_TOKENS" does not match'),
     ({**CHOSEN, "gateway": {"replica": 3}}, "Additional property replica is not allowed"),
+    ({**CHOSEN, "gateway": {"replicas": 0}}, "gateway.replicas: Must be greater than or equal to 1"),
+    ({**CHOSEN, "config": {"replicas": -1}}, "config.replicas: Must be greater than or equal to 1"),
+    ({**CHOSEN, "gateway": {"maxUnavailable": 0}}, "gateway.maxUnavailable: Must be greater than or equal to 1"),
+    ({**CHOSEN, "gateway": {"autoscaling": {"minReplicas": 11}}}, "gateway.autoscaling.minReplicas: 11 is more than maxReplicas, 10"),
+    ({**CHOSEN, "gateway": {"defaultMachineProfile": "h100"}}, 'defaultMachineProfile: no group of workers has "h100"; take one of cpu'),
+    ({**CHOSEN, "settings": {"SIE_ACK_WAIT_S": -1}}, "settings.SIE_ACK_WAIT_S: Must be greater than or equal to 3"),
+    ({**CHOSEN, "settings": {"SIE_POOL_WRITE_ROLE": "root"}}, 'SIE_POOL_WRITE_ROLE must be one of the following: "user", "admin"'),
+    ({**CHOSEN, "workers": {"common": {"settings": {"SIE_LOAD_HOLD_S": 30}}}}, "SIE_LOAD_HOLD_S: Must be less than or equal to 29.999"),
+    ({**CHOSEN, "nats": {"replicas": 2}}, "nats.replicas must be one of the following: 1, 3, 5"),
+    ({**CHOSEN, "nats": {"replicas": 3, "maxUnavailable": 2}}, "nats.maxUnavailable: without 2 of 3 servers the others are no majority"),
+    ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart brings a broker of its own as well"),
+    ({**CHOSEN, "nats": {"storage": {"size": "10Gi"}}}, "nats.storage.maxFileStore: 18Gi fill the volume, whose nats.storage.size is 10Gi"),
+    ({**CHOSEN, "payloadStore": {"url": "s3://a", "existingClaim": "b"}}, "payloadStore.existingClaim: there is a url beside it"),
+    ({**CHOSEN, "catalogue": {"url": "s3://a", "configMap": "b"}}, "catalogue.configMap: there is a url beside it"),
+    (groups(cpu=None), "workers.groups: name at least one group"),
+    (groups(gpu={"gpu": True}), "machineProfile is required"),
+    (groups(gpu={"machineProfile": "a100"}), 'machineProfile: "a100" is none of machineProfiles (a100-80gb, cpu, h100, l4)'),
+    (groups(gpu={"machineProfile": "l4", "device": "cpu"}), "workers.groups.gpu.device: cpu leaves the GPU idle"),
+    (groups(cpu={**CPU, "device": "cuda"}), "workers.groups.cpu.device: cuda needs a GPU; take gpu: true"),
+    (groups(cpu={**CPU, "hubTokenSecret": {"name": "hub"}}), "hubTokenSecret: Has a dependency on key"),
+    (groups(cpu={**CPU, "autoscaling": {"enabled": True, "minReplicas": 5}}), "minReplicas: 5 is more than maxReplicas, 4"),
+    ({**groups(**{"a" * 32: {**CPU, "autoscaling": {"enabled": True}}}), "fullnameOverride": "b" * 32}, "shorten the group's name"),
 ])  # fmt: skip
 def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) -> None:
     """X2: without a choice of who may call nothing renders."""
@@ -140,7 +169,8 @@ def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )),
     ("values-kind.yaml", "static", ("-H \"Authorization: Bearer $TOKEN\"", "key auth-tokens of the secret tokens")),
     ("values-gke.yaml", "token", (
-        "Reach it: http://sie.example.com/", "sie keys create first --nats-url nats://operator:PASSWORD@127.0.0.1:4222",
+        "Reach it: http://sie.example.com\n", "curl -s http://sie.example.com/v1/encode/", "port-forward service/sie-nats 4222:4222",
+        "TOKEN=$(SIE_NATS_PASSWORD=PASSWORD sie keys create first --nats-url nats://operator@127.0.0.1:4222)\n",
         "_default.l4.default: 0 to 4 by KEDA",
     )),
 ])  # fmt: skip
@@ -153,6 +183,17 @@ def test_the_notes_tell_the_next_command(noted: Path, file: str, mode: str, expe
     for part in expected:
         assert part in notes
     assert ("Bearer" in notes) == (mode != "none")
+
+
+def test_the_notes_know_a_prefix_and_a_broker_of_yours(noted: Path) -> None:
+    values = {
+        "auth": {"mode": "token", "secretName": "tokens"}, "nats": {"enabled": False, "url": "tls://one:4222"},
+        "ingress": {"enabled": True, "host": "a.example", "path": "/sie", "tlsSecretName": "tls"},
+    }  # fmt: skip
+    notes = helm.objects(helm.helm("template", "sie", str(noted), "--show-only", "templates/notes.yaml", values=values))[0]["data"]["notes"]
+    assert "curl -s https://a.example/sie/v1/encode/" in notes
+    assert "--nats-url tls://operator@one:4222)\n" in notes
+    assert "port-forward" not in notes
 
 
 PAGE = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()

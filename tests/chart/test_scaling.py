@@ -28,13 +28,15 @@ def scaled(found: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict[str
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 def test_every_field_is_one_that_keda_knows(file: str) -> None:
-    """A1, A14: there is no fallback, so that a gateway that cannot be asked changes no number, not even zero."""
+    """A1, A14: there is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A7: a node that takes six
+    minutes to come finds the pod that it came for."""
     found = rendered(file)
     for name, spec in scaled(found).items():
         assert spec.keys() == SPEC
         assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
         assert name in workloads(found)
         assert spec["minReplicaCount"] == 0 < spec["maxReplicaCount"]
+        assert 480 <= spec["cooldownPeriod"] < workloads(found)[name]["spec"]["progressDeadlineSeconds"]
         assert spec["advanced"].keys() == {"horizontalPodAutoscalerConfig"}
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         assert behavior.keys() == {"scaleDown", "scaleUp"}

@@ -15,15 +15,27 @@ from helm import CHART, CHOSEN, EVERYTHING, FILES, container, containers, object
 
 from sie_contracts.settings import BY_NAME, MACHINE_PROFILE_DEFAULTS, ROWS, load
 
+Path = tuple[str, ...]
 COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
 # What has to be otherwise for these keys to have an effect.
 BESIDE = {
-    ("nats", "enabled"): {"nats": {"url": "nats://b:4222"}},
     ("nats", "url"): {"nats": {"enabled": False, "url": "nats://b:4222"}},
-    ("networkPolicy", "brokerPorts"): {"nats": {"enabled": False, "url": "nats://b:4222"}},
     ("gateway", "replicas"): {"gateway": {"autoscaling": {"enabled": False}}},
+    ("nats", "maxUnavailable"): {"nats": {"replicas": 5}},
+    ("payloadStore", "existingClaim"): {"payloadStore": {"url": ""}},
+    ("catalogue", "configMap"): {"catalogue": {"url": ""}},
+    ("workers", "common", "gpu"): {"machineProfiles": {"l4": {"device": "auto", "gpu": None}}},
+    ("machineProfiles", "cpu", "gpu"): {"machineProfiles": {"cpu": {"device": "auto"}}},
+    ("machineProfiles", "l4", "gpu"): {"machineProfiles": {"l4": {"device": "auto"}}},
+    ("workers", "groups", "cpu", "machineProfile"): {"workers": {"groups": {"cpu": {"gpu": False}}}},
+    ("workers", "groups", "l4", "machineProfile"): {"workers": {"groups": {"l4": {"gpu": True}}}, "gateway": {"defaultMachineProfile": ""}},
 }
-Path = tuple[str, ...]
+# Keys that are checked against others: not any value will do, and some change together.
+OTHERWISE: dict[Path, Any] = {
+    ("nats",): {"enabled": False, "url": "nats://b:4222"},
+    ("auth", "mode"): "token", ("stream", "replicas"): 1, ("nats", "replicas"): 5, ("nats", "maxUnavailable"): 2,
+    ("nats", "storage", "size"): "30Gi", ("nats", "storage", "maxFileStore"): "9Gi", ("gateway", "defaultMachineProfile"): "other",
+}  # fmt: skip
 
 
 def overlaid(below: Any, above: Any) -> Any:
@@ -75,11 +87,13 @@ def base() -> str:
 def test_every_value_changes_what_is_rendered(base: str) -> None:
     """All texts and numbers are replaced at once and looked for; what is not found as it is, and each boolean, is changed for itself."""
     changed: dict[str, Any] = {}
-    alone: dict[Path, Any] = {("auth", "mode"): "token", ("stream", "replicas"): 2, ("nats", "replicas"): 5}
+    alone = dict(OTHERWISE)
     for path, value in others().items():
+        if path in alone or path == ("nats", "enabled"):
+            continue
         if isinstance(value, bool) or path in BESIDE or path[:2] == ("workers", "groups"):
             alone[path] = value
-        elif path not in alone:
+        else:
             changed = overlaid(changed, at(path, value))
     text = template("everything.yaml", overlaid(CHOSEN, changed), "--skip-schema-validation")
     alone |= {path: value for path, value in leaves(changed) if re.search(r"x?\d{5}", str(value))[0] not in text}  # type: ignore[index]
@@ -121,7 +135,7 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
 
     def top(paths: Iterator[Path] | list[Path]) -> set[Path]:
         # of what has names of the operator's own, only that it is there
-        free = {("workers", "groups"), ("machineProfiles",), ("settings",)}
+        free = {("workers", "groups"), ("machineProfiles",), ("settings",), ("workers", "common", "settings")}
         found = {next((path[: len(each)] for each in free if path[: len(each)] == each), path) for path in paths}
         return {path for path in found if "resources" not in path and path[-2:-1] != ("hubTokenSecret",)}
 
@@ -133,7 +147,7 @@ def test_the_table_of_settings_is_that_of_today() -> None:
     """`python tests/chart_settings.py` makes both files."""
     assert json.loads(chart_settings.TABLE.read_text()) == chart_settings.readers()
     schema = json.loads(chart_settings.SCHEMA.read_text())
-    assert schema["definitions"]["settings"]["propertyNames"]["enum"] == list(chart_settings.readers())
+    assert chart_settings.schema(json.loads(json.dumps(schema))) == schema
     known = {row.name for row in ROWS}
     assert known >= chart_settings.OWN | chart_settings.LEFT_OUT
 

@@ -126,6 +126,7 @@ EXAMPLES: dict[str, Any] = {
         held_cost=512, credit_cost=32_768, models=(ModelStatus("org/model", "loaded", load_s=4.5, oldest_s=0.25, cost_rate=800.5),),
     ),
     "heartbeat-1-own-pool": Heartbeat("w4", "team", "l4", "default", True, "0.2.0", own_pool="_default"),
+    "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-items": Heartbeat(
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0", credit_items=24,
         batch_cost=16_384, pipeline=2,

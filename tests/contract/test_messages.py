@@ -591,6 +591,10 @@ class PoolsHeartbeat(ItemsHeartbeat, tag="heartbeat/1"):
     own_pool: str = ""
 
 
+class ClockHeartbeat(PoolsHeartbeat, tag="heartbeat/1"):
+    clock_ahead_s: float | None = None
+
+
 class PoolsSpec(msgspec.Struct):
     name: str
     gpus: dict[str, int]
@@ -680,6 +684,7 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "gateway-1-qps": StatusGateway, "work-1-endpoint": StatusWork,
     "ipc2-Description-device": StatusDescription, "ipc2-Description-batches": BatchesDescription, "demand-1": QueueDemand,
     "heartbeat-1-own-pool": PoolsHeartbeat, "reservations-1": PoolsReservations, "assigned-1": PoolsAssigned,
+    "heartbeat-1-clock": ClockHeartbeat,
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
@@ -696,7 +701,7 @@ OLDER_READERS = {
     "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
     "ipc2-Description-device": P2Description, "ipc2-Description-batches": StatusDescription,
     "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,
-    "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
+    "heartbeat-1-clock": PoolsHeartbeat, "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
 }  # fmt: skip
 
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)

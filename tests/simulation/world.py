@@ -37,6 +37,7 @@ import sie_gateway.process
 import sie_sidecar.process
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.broker.memory.keyvalue import Watch
+from sie_contracts.runtime import http
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
 
@@ -501,12 +502,15 @@ class _Http:
     async def start(self) -> None:
         self.listening = True
 
-    async def stop(self) -> None:
-        """Refuse new requests, wait at most 5 s for running ones."""
+    def leave(self) -> None:
+        """Clients of the simulation keep no connection."""
+
+    async def stop(self, within_s: float = http.STOP_S) -> None:
+        """Refuse new requests, wait at most so long for running ones."""
         self.listening = False
         running = [task for task in self._process.asked if not task.done()] if self._process is not None else []
         if running:
-            await asyncio.wait(running, timeout=5.0)
+            await asyncio.wait(running, timeout=within_s)
             for task in running:
                 task.cancel()
 

@@ -308,7 +308,8 @@ def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client)
     """E6"""
     body = {"items": ["a"], "params": {"normalise": True}}
     (warning,) = post(client, body).json()["warnings"]
-    assert warning == "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 here"
+    expected = "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 here; did you mean `normalize`?"
+    assert warning == expected
     strict = post(client, body, **{"x-sie-strict": "true"})
     assert (strict.status_code, strict.json()["error"]["reason"]) == (400, "unknown_option")
 

@@ -125,6 +125,7 @@ def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
     assert set(found.states.values()) == {"fine"}, found.output
     assert "1 gateway and 1 worker serve by epoch" in found.says["config"]
     assert "1 healthy worker" in found.says["gateway"]
+    assert found.says["clock"].startswith("4 clocks within 0.")  # of this machine, gateway, config service and worker
 
 
 def test_a_wrong_token_is_named_and_not_shown(stack: Stack, tmp_path: Path) -> None:
@@ -162,9 +163,9 @@ def _health(stack: Stack) -> dict[str, Any]:
     return found
 
 
-def test_a_clock_that_is_off_an_older_version_and_a_worker_that_does_not_follow_are_named(stack: Stack, tmp_path: Path) -> None:
+def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_are_named(stack: Stack, tmp_path: Path) -> None:
     (gateway,), (worker,) = stack.gateways, stack.workers
-    old = altered(tmp_path / "old", version="0.0.9")
+    old = altered(tmp_path / "old", ahead_s=-AHEAD_S, version="0.0.9")
     deaf = {"SIE_NATS_CONFIG_TRUSTED_PRODUCERS": "nobody", "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "600000"}
     with restarted(gateway, altered(tmp_path / "ahead", ahead_s=AHEAD_S)), restarted(worker.sidecar, {**old, **deaf}):
         written = httpx.post(
@@ -174,9 +175,16 @@ def test_a_clock_that_is_off_an_older_version_and_a_worker_that_does_not_follow_
         assert written.is_success, written.text
         found = Examined(tmp_path, environ_of(stack))
     found.named("clock", f"the clock of the gateway at {stack.urls[0]} is {AHEAD_S}", "timedatectl set-ntp true")
+    found.named("clock", f"the clock of worker w0 is {AHEAD_S}.0 s behind the broker's", "of a pod its node: `timedatectl set-ntp true`")
     found.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
     found.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
-    assert [len(found.findings[check]) for check in ("clock", "versions", "config")] == [1, 1, 1], found.output
+    assert [len(found.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], found.output
+
+
+def test_a_config_service_whose_clock_is_off_is_named(stack: Stack, tmp_path: Path) -> None:
+    with restarted(stack.config, altered(tmp_path / "ahead", ahead_s=AHEAD_S)):
+        found = Examined(tmp_path, environ_of(stack))
+    found.named("clock", f"the clock of the config service is {AHEAD_S}", "timedatectl set-ntp true")
 
 
 def test_a_config_service_that_is_away_is_named(stack: Stack, tmp_path: Path) -> None:
@@ -210,7 +218,7 @@ def test_wrong_credentials_of_the_broker_are_named_and_not_shown(tmp_path: Path)
     with NatsServer(tmp_path / "nats", extra=users) as server:
         place = server.url.removeprefix("nats://")
         found = Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:wrong-sesame@{place}"})
-        found.named("broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER:PASSWORD@HOST:PORT)")
+        found.named("broker", f"the broker at nats://{place} refuses these credentials", "SIE_NATS_URL (nats://USER@HOST:PORT)")
         assert "sesame" not in found.output
         assert Examined(tmp_path, {"SIE_NATS_URL": f"nats://gateway:right@{place}"}).states["broker"] == "fine"
 

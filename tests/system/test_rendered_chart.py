@@ -1,202 +1,332 @@
-"""The rendered chart without Kubernetes: what its containers are told to run, run here, as each other's neighbours.
+"""The rendered chart without Kubernetes: what its containers are told to run, run here to the letter, as each other's neighbours.
 
-What a kubelet and a cluster's network do is done as they do it: secrets and names of pods are looked up, $(NAME) is replaced, volumes are
-folders that the containers of a pod share, a name of a service leads to the pods that its selector finds, images begin with the ENTRYPOINT
-of their Dockerfile, probes say who is ready. Only paths, ports and host names differ from the rendered ones.
+What a kubelet, a container engine and a cluster's network do is done as they do it: a container has processes of its own, the rendered user
+without capabilities, a read-only root with nothing writable but its volumes, and the files that an image would have; secrets and names of
+pods are looked up, $(NAME) is replaced, images begin with the ENTRYPOINT of their Dockerfile, probes say who is ready. A pod is an address
+of loopback in a network of the test's own, so every port is the rendered one, and the name of a service stands for the pods that its
+selector finds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import ctypes
+import functools
 import json
+import os
 import re
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import local_models
+import psutil
 import pytest
 from cluster import MODEL, until
-from helm import Object, containers, objects, of_kind, pod, template, variables, workloads
+from helm import NAMESPACE, Object, allowed, objects, of_kind, pod, template, variables, workloads
 from stack import Part, Role
 
-from sie_cli.embedded import free_port
+pytestmark = [pytest.mark.debian, pytest.mark.timeout(300)]
 
-DOCKER = Path(__file__).parents[2] / "docker"
+ROOT = Path(__file__).parents[2]
 USERS = ("gateway", "config", "worker", "operator")
 SECRET = {
-    "auth-tokens": "client-token", "config-read-token": "reader-token", "admin-token": "admin-token",
-    **{f"nats-{user}": f"p-{user}-w" for user in USERS},
+    "auth-tokens": "client-token", "config-read-token": "reader-token", "admin-token": "admin-token", "nats-route": "in-a-url",
+    **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},  # what a URL, or a server's configuration, would read otherwise
 }  # fmt: skip
 VALUES = {"auth": {"mode": "static"}, "catalogue": {"configMap": "own-models"}}
 CLIENT = {"Authorization": "Bearer client-token"}
 ROLES: dict[str, Role] = {"nats": "broker", "config": "config", "gateway": "gateway", "worker-sidecar": "sidecar", "adapter": "adapter"}
-# Of a pod's container on one machine of many: what its image sets, and one thread, as its processor share would make it.
-IMAGE = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+# What the images set, HOME being that of their user, and one thread, as a share of a processor would make it.
+IMAGE = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/home/sie", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 START_S = 90.0
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+_UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
+
+
+@contextlib.contextmanager
+def namespace(kind: int, name: str) -> Iterator[None]:
+    """This thread, or for processes its children, in a new namespace until the block ends."""
+    before = os.open(f"/proc/thread-self/ns/{name}", os.O_RDONLY)
+    try:
+        if _LIBC.unshare(kind):
+            raise OSError(ctypes.get_errno(), f"no {name} namespace may be made here")
+        try:
+            yield
+        finally:
+            assert _LIBC.setns(before, kind) == 0
+    finally:
+        os.close(before)
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    workload: str
+    spec: Object
+    address: str
 
 
 @dataclass
-class Machine:
-    """Where things are on this one: a folder for each volume of each pod, a free port for each that a container declares."""
+class Node:
+    """One that has all pods: a folder for each volume, an address for each pod. `replicas` says how many there are of a workload, one else;
+    `disk` is what every container sees as /srv."""
 
     folder: Path
     found: list[Object]
-    own_files: dict[str, dict[str, str]]  # of ConfigMaps that are not the chart's, by name
-    ports: dict[tuple[str, int], int] = field(init=False)  # by workload and containerPort
+    own_files: dict[str, dict[str, str]] = field(default_factory=dict)  # of ConfigMaps that are not the chart's, by name
+    replicas: dict[str, int] = field(default_factory=dict)
+    disk: Path | None = None
+    pods: list[Pod] = field(init=False)
 
     def __post_init__(self) -> None:
-        declared = [(workload, port["containerPort"]) for workload, _, each in containers(self.found) for port in each.get("ports", ())]
-        self.ports = dict(zip(declared, itertools.count(free_port(len(declared))), strict=False))
-
-    def address(self, host: str, port: int) -> str:
-        """Where a service of the chart leads to."""
-        service = of_kind("Service", self.found)[host]["spec"]
-        (target,) = (each["targetPort"] for each in service["ports"] if each["port"] == port)
+        names = [(name, number) for name in workloads(self.found) for number in range(self.replicas.get(name, 1))]
+        specs = {name: pod(workload) for name, workload in workloads(self.found).items()}
+        self.pods = [Pod(f"{name}-{n}", name, specs[name], f"127.1.0.{at}") for at, (name, n) in enumerate(names, 1)]
+        lines = [f"{each.address} {name} {name}.{NAMESPACE}.svc" for name in of_kind("Service", self.found) for each in self.behind(name)]
         for name, workload in workloads(self.found).items():
-            if service["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items():
-                for container in pod(workload)["containers"]:
-                    for each in container.get("ports", ()):
-                        if each["name"] == target:
-                            return f"127.0.0.1:{self.ports[name, each['containerPort']]}"
-        raise LookupError(f"{host}:{port} leads to no container")
+            service = workload["spec"].get("serviceName")
+            lines += [f"{each.address} {each.name}.{service}" for each in self.pods if each.workload == name and service]
+        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        (self.folder / "passwd").write_text("root:x:0:0::/root:/bin/sh\nsie:x:10001:10001::/home/sie:/bin/sh\n")
 
-    def volume(self, workload: str, spec: Object, name: str) -> Path:
-        """The folder of a volume, with the files of its ConfigMap."""
-        path = self.folder / workload / name
-        if not path.exists():
-            path.mkdir(parents=True)
-            (volume,) = (each for each in [*spec.get("volumes", ()), *self._claims(workload)] if each["name"] == name)
-            source = volume.get("configMap", {}).get("name")
-            for file, text in self.own_files.get(source, {}).items():
-                (path / file).write_text(text)
-            for file, text in of_kind("ConfigMap", self.found).get(source, {}).get("data", {}).items():
-                (path / file).write_text(self.here(workload, spec["containers"][0], text))
+    def behind(self, service: str) -> list[Pod]:
+        selector = of_kind("Service", self.found)[service]["spec"]["selector"]
+        labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(self.found).items()}
+        return [each for each in self.pods if selector.items() <= labels[each.workload].items()]
+
+    def url(self, service: str, port: int) -> str:
+        """Of the first pod behind a service, whose ports are those of its pods."""
+        (target,) = (each["targetPort"] for each in of_kind("Service", self.found)[service]["spec"]["ports"] if each["port"] == port)
+        where = self.behind(service)[0]
+        declared = {(each["name"], each["containerPort"]) for container in where.spec["containers"] for each in container.get("ports", ())}
+        assert (target, port) in declared
+        return f"http://{where.address}:{port}"
+
+    def volume(self, where: Pod, name: str) -> Path:
+        """Its folder: of this group, as fsGroup makes it, or with the files of its ConfigMap."""
+        path = self.folder / where.name / name
+        if path.exists():
+            return path
+        path.mkdir(parents=True)
+        volume = next((each for each in where.spec["volumes"] if each["name"] == name), {})
+        if "configMap" in volume:
+            maps = {**self.own_files, **{key: each["data"] for key, each in of_kind("ConfigMap", self.found).items()}}
+            for file, text in maps[volume["configMap"]["name"]].items():
+                (path / file).write_text(self.here(where, text))
+        else:
+            os.chown(path, 0, where.spec["securityContext"]["fsGroup"])
+            path.chmod(0o2777 if "emptyDir" in volume else 0o2775)
         return path
 
-    def _claims(self, workload: str) -> list[Object]:
-        return [{"name": each["metadata"]["name"]} for each in workloads(self.found)[workload]["spec"].get("volumeClaimTemplates", ())]
+    def here(self, where: Pod, text: str) -> str:
+        return text.replace("0.0.0.0", where.address)
 
-    def here(self, workload: str, container: Object, text: str) -> str:
-        """A rendered text with the paths, ports and hosts that it means on this machine."""
-        text = re.sub(r"(?<=[/@])([a-z][a-z0-9-]*):(\d+)", lambda match: self.address(match[1], int(match[2])), text)
-        for mount in sorted(container["volumeMounts"], key=lambda mount: -len(mount["mountPath"])):
-            text = re.sub(rf"(?<![\w/]){mount['mountPath']}(?![\w.-])", f"\0{mount['name']}\0", text)
-        for port in (each["containerPort"] for each in container.get("ports", ())):
-            text = re.sub(rf"(?<![\d.]){port}(?!\d)", str(self.ports[workload, port]), text)
-        text = text.replace("0.0.0.0", "127.0.0.1")
-        return re.sub("\0(.*?)\0", lambda match: str(self.folder / workload / match[1]), text)
-
-    def environ(self, workload: str, container: Object) -> dict[str, str]:
+    def environ(self, where: Pod, container: Object) -> dict[str, str]:
         told: dict[str, str] = {}
         for name, given in variables(container).items():
             if isinstance(given, str):
-                text = self.here(workload, container, given)
-                told[name] = re.sub(r"\$\((\w+)\)", lambda match: told.get(match[1], match[0]), text)
+                told[name] = re.sub(r"\$\((\w+)\)", lambda match: told.get(match[1], match[0]), given)
             elif "fieldRef" in given:
                 assert given["fieldRef"]["fieldPath"] == "metadata.name"
-                told[name] = f"{workload}-0"
+                told[name] = where.name
             else:
                 told[name] = SECRET[given["secretKeyRef"]["key"]]
         return {**IMAGE, **told}
 
-    def argv(self, workload: str, container: Object) -> list[str]:
+    def argv(self, where: Pod, container: Object) -> list[str]:
         command = container.get("command")
         if command is None:
             component = container["image"].partition(":")[0].rpartition("/sie-")[2].removeprefix("sie-")
-            text = (DOCKER / f"{component}.Dockerfile").read_text()
+            text = (ROOT / "docker" / f"{component}.Dockerfile").read_text()
             (entry,) = re.findall(r"^ENTRYPOINT \[(.*)\]$", text, re.MULTILINE)
             command = re.findall(r'"(.*?)"', entry)
-        return [self.here(workload, container, word) for word in [*command, *container.get("args", ())]]
+        words = [self.here(where, word) for word in [*command, *container.get("args", ())]]
+        return ["unshare", "--mount", "sh", "-ec", self.enter(where, container), "sh", *words]
 
-    def ready(self, workload: str, container: Object) -> Any:
-        """Its readiness probe."""
-        probe = container["readinessProbe"]
+    def enter(self, where: Pod, container: Object) -> str:
+        """A script that makes the container's root, in a mount namespace of its own, and runs its arguments there."""
+        root = self.folder / f"{where.name}.{container['name']}"
+        root.mkdir(exist_ok=True)
+        steps = [f"mount -t tmpfs -o mode=0755 none {root}", f"cd {root}", "mkdir -p proc dev tmp etc home/sie", "mount -t proc none proc"]
+        steps += [f"ln -s usr/{name} {name}" for name in ("bin", "lib", "lib64", "sbin")]
+
+        def bind(source: Path | str, target: str, *, writable: bool = False, file: bool = False) -> None:
+            target = shlex.quote(target.lstrip("/"))
+            steps.append(f"mkdir -p $(dirname {target}) && touch {target}" if file else f"mkdir -p {target}")
+            steps.append(f"mount --bind {shlex.quote(str(source))} {target}")
+            if not writable:
+                steps.append(f"mount -o remount,bind,ro {target}")
+
+        for name in ("null", "zero", "full", "random", "urandom"):
+            bind(f"/dev/{name}", f"dev/{name}", writable=True, file=True)
+        for name in ("hosts", "passwd"):
+            bind(self.folder / name, f"etc/{name}", file=True)
+        bind("/etc/ld.so.cache", "etc/ld.so.cache", file=True)
+        for mount in container["volumeMounts"]:
+            bind(self.volume(where, mount["name"]), mount["mountPath"], writable=not mount.get("readOnly"))
+        for folder in filter(os.path.isdir, ("/usr", "/sys", "/etc/ssl", sys.base_prefix, str(ROOT), sys.prefix)):
+            bind(folder, folder)
+        if self.disk is not None:
+            bind(self.disk, "srv")
+        return "\n".join([*steps, f"mount -o remount,ro {root}", f'exec /usr/sbin/chroot {root} {confined(where, container)} "$@"'])
+
+    def used(self, where: Pod) -> dict[str, tuple[int, int]]:
+        """Of the volumes with a limit: bytes in them, and the limit."""
+        limits = {each["name"]: each["emptyDir"]["sizeLimit"] for each in where.spec["volumes"] if "emptyDir" in each}
+        files = {name: (self.folder / where.name / name).rglob("*") for name in limits}
+        sizes = {name: sum(path.lstat().st_blocks * 512 for path in each) for name, each in files.items()}
+        return {name: (sizes[name], int(text[:-2]) * _UNITS[text[-2:]]) for name, text in limits.items()}
+
+
+def confined(where: Pod, container: Object) -> str:
+    """The command before a command that makes it one of the rendered user, without capabilities or ways to them."""
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    user = where.spec["securityContext"]
+    who = f"--reuid {user['runAsUser']} --regid {user['runAsGroup']} --groups {user['fsGroup']}"
+    return f"/usr/bin/setpriv {who} --no-new-privs --inh-caps=-all --bounding-set=-all --pdeathsig KILL"
+
+
+class Container(Part):
+    """One that a kubelet keeps: the first process of its own, with the readiness of its probe."""
+
+    def __init__(self, node: Node, where: Pod, told: Object) -> None:
+        self.where = where
+        self.told = told
+        readiness = functools.partial(self.probe, "readinessProbe")
+        super().__init__(ROLES[told["name"]], f"{where.name} {told['name']}", node.argv(where, told), node.environ(where, told), readiness)
+
+    def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
+        with namespace(_CLONE_NEWPID, "pid_for_children"):
+            return super()._spawn(argv)
+
+    def execute(self, action: Object) -> bool:
+        """What a kubelet does for an exec action: whether its command, run inside, ends with 0."""
+        inside = ["nsenter", "--target", str(self.pid), "--mount", "--pid", "--root", "--wd", *confined(self.where, self.told).split()]
+        return subprocess.run([*inside, *action["exec"]["command"]], env=IMAGE, timeout=30, check=False).returncode == 0
+
+    def probe(self, kind: str) -> bool:
+        """Whether it passes now."""
+        probe = self.told[kind]
         if "exec" in probe:
-            command = [self.here(workload, container, word) for word in probe["exec"]["command"]]
-            return lambda: subprocess.run(command, env=IMAGE, timeout=30, check=False).returncode == 0
-        number = next(port["containerPort"] for port in container["ports"] if port["name"] == probe["httpGet"]["port"])
-        url = f"http://127.0.0.1:{self.ports[workload, number]}{probe['httpGet']['path']}"
+            return self.execute(probe)
+        (port,) = (each["containerPort"] for each in self.told["ports"] if each["name"] == probe["httpGet"]["port"])
+        with contextlib.suppress(httpx.HTTPError):
+            url = f"http://{self.where.address}:{port}{probe['httpGet']['path']}"
+            return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+        return False
 
-        def answers() -> bool:
-            with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(url, timeout=5, trust_env=False).status_code == 200
-            return False
-
-        return answers
+    def sockets(self) -> list[Any]:
+        """TCP ones of all its processes."""
+        first = psutil.Process(self.pid)
+        return [found for each in [first, *first.children(recursive=True)] for found in each.net_connections("tcp")]
 
 
 @dataclass
 class Running:
-    """`parts` by name of the container."""
+    node: Node
+    containers: list[Container] = field(default_factory=list)
 
-    machine: Machine
-    parts: dict[str, Part]
+    def log(self, name: str = "") -> list[str]:
+        return [line for each in self.containers if name in each.name.split()[-1] for line in each.log]
 
-    def url(self, service: str, port: int) -> str:
-        return f"http://{self.machine.address(service, port)}"
+    def story(self) -> str:
+        return "\n".join(f"== {each.name}\n" + "\n".join(list(each.log)[-30:]) for each in self.containers)
 
-    def log(self) -> str:
-        return "\n".join(f"== {name}\n" + "\n".join(list(part.log)[-30:]) for name, part in self.parts.items())
+    def connections(self) -> set[tuple[str, str, int]]:
+        """Workload that connected, workload that took it, port, of all that are open now."""
+        owner = {each.address: each.workload for each in self.node.pods}
+        ends = ((each.where.workload, found.laddr, found.raddr) for each in self.containers for found in each.sockets() if found.raddr)
+        return {(workload, owner[to.ip], to.port) for workload, at, to in ends if to.ip in owner and at.ip not in owner}
+
+    def check_probes(self) -> None:
+        until(lambda: all(each.probe(kind) for each in self.containers for kind in PROBES), 60, "every probe passes")
+
+    def check_connections(self) -> None:
+        """Processes listen on the ports that their containers declare, and connect to all that the policies let them, to nothing else."""
+        declared = {(each.where.workload, port["containerPort"]) for each in self.containers for port in each.told.get("ports", ())}
+        for each in self.containers:
+            listening = {(found.laddr.ip, found.laddr.port) for found in each.sockets() if found.status == "LISTEN"}
+            assert listening == {(each.where.address, port["containerPort"]) for port in each.told.get("ports", ())}, each.name
+        sources = workloads(self.node.found)
+        expected = {(source, *target) for source in sources for target in declared if allowed(self.node.found, source, *target)}
+        seen: set[tuple[str, str, int]] = set()
+        until(lambda: seen.update(self.connections()) or seen >= expected, 30, f"connections: {expected}")
+        assert seen == expected
 
 
 @contextlib.contextmanager
-def started(folder: Path, found: list[Object], own_files: dict[str, dict[str, str]]) -> Iterator[Running]:
+def started(node: Node) -> Iterator[Running]:
     """All containers of all pods at once, as a cluster starts them; the end of the block checks that each ends with 0 when told to."""
-    machine = Machine(folder, found, own_files)
-    running = Running(machine, {})
+    running = Running(node)
     try:
-        for workload, spec, container in containers(found):
-            for mount in container["volumeMounts"]:
-                machine.volume(workload, spec, mount["name"])
-            environ, argv = machine.environ(workload, container), machine.argv(workload, container)
-            if container in spec.get("initContainers", ()):
-                subprocess.run(argv, env=environ, check=True, timeout=30)
-                continue
-            part = Part(ROLES[container["name"]], container["name"], argv, environ, machine.ready(workload, container))
-            running.parts[container["name"]] = part
-            part.start()
-        for part in running.parts.values():
-            part.wait_ready(START_S)
+        for where in node.pods:
+            for told in where.spec.get("initContainers", ()):
+                subprocess.run(node.argv(where, told), env=node.environ(where, told), check=True, timeout=30)
+            for told in where.spec["containers"]:
+                running.containers.append(Container(node, where, told))
+                running.containers[-1].start()
+        for each in running.containers:
+            each.wait_ready(START_S)
         yield running
     except BaseException:
-        print(running.log())
-        for part in running.parts.values():
-            part.kill()
+        print(running.story())
+        for each in running.containers:
+            each.kill()
         raise
-    for name in ("gateway", "worker-sidecar", "adapter", "config", "nats"):
-        running.parts[name].stop()
-        assert running.parts[name].status == 0 or name == "nats", f"{name}: {running.parts[name].status}\n{running.log()}"
+    for role in ("gateway", "sidecar", "adapter", "config", "broker"):
+        for each in running.containers:
+            if each.role == role:
+                each.stop()
+                assert each.status == 0 or role == "broker", f"{each.name}: {each.status}\n{running.story()}"
 
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder below which a socket's path is short enough."""
-    with tempfile.TemporaryDirectory(prefix="sie-") as folder:
+    """A folder below which a socket's path is short enough; within, a network of this test alone with nothing but loopback."""
+    with tempfile.TemporaryDirectory(prefix="sie-") as folder, namespace(_CLONE_NEWNET, "net"):
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
         yield Path(folder)
 
 
 def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -> None:
-    """1. all containers start from their rendered commands, variables, files and users; 2. models of the packaged catalogue and of the
-    operator's ConfigMap answer over the gateway's service; 3. nobody gets in without a token, and what changes the catalogue wants the
-    administrator's; 4. the broker refused nothing, and refuses what is not a component's own."""
+    """P9, P12, X10, X13, X17.
+
+    1. All containers start from their rendered commands, variables, files and users, and write nowhere but to their volumes, of which less
+       than the limit is used.
+    2. Models of the packaged catalogue and of the operator's ConfigMap answer over the gateway's service.
+    3. Nobody gets in without a token, and what changes the catalogue wants the administrator's.
+    4. The broker refused nothing, and refuses what is not a component's own.
+    5. Processes listen where the chart says, and connect where its policies let them.
+    """
     models = local_models.under(tmp_path)
-    models.build("cross")
-    files = {file.name: file.read_text() for file in models.folder.iterdir()}
+    for name in ("cross", "gliner"):
+        models.build(name)
+    subprocess.run(["chmod", "-R", "a+rX", tmp_path], check=True, timeout=30)
+    files = {file.name: file.read_text().replace(str(tmp_path), "/srv") for file in models.folder.iterdir()}
     found = objects(template("values-kind.yaml", VALUES))
-    with started(short, found, {"own-models": files}) as running, httpx.Client(
-        base_url=running.url("sie-gateway", 8080), headers=CLIENT, timeout=120, trust_env=False
+    node = Node(short, found, {"own-models": files}, disk=tmp_path)
+    with started(node) as running, httpx.Client(
+        base_url=node.url("sie-gateway", 8080), headers=CLIENT, timeout=120, trust_env=False
     ) as client:
         assert client.get("/readyz").status_code == 200
         listed = {each["name"] for each in client.get("/v1/models").json()["models"]}
-        assert {MODEL, "test/cross"} <= listed
+        assert {MODEL, "test/cross", "test/gliner"} <= listed
         answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"text": "What is deep learning?"}]})
         assert answer.status_code == 200, answer.text
         values = answer.json()["items"][0]["dense"]["values"]
@@ -206,10 +336,12 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         ranked = client.post("/v1/score/test/cross", json=body)
         assert ranked.status_code == 200, ranked.text
         assert len(ranked.json()["scores"]) == 2
+        extracted = client.post("/v1/extract/test/gliner", json={"items": ["Ada met Charles in London."], "labels": ["person"]})
+        assert extracted.status_code == 200, extracted.text
 
         for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}):
             assert client.post(f"/v1/encode/{MODEL}", json={"items": ["x"]}, headers=headers).status_code == 401
-        config = running.url("sie-config", 8081)
+        config = node.url("sie-config", 8081)
         entry = {**json.loads(files["cross.yaml"]), "id": "own/one"}
         statuses = []
         for token in ("client-token", "reader-token", "wrong", "admin-token"):
@@ -220,23 +352,49 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         assert set(statuses[:-1]) <= {401, 403}
         until(lambda: client.get("/v1/models/own/one").status_code == 200, 30, "the gateway knows the model that was written")
 
-        metrics = running.url("sie-gateway-metrics", 9090)
+        metrics = node.url("sie-gateway-metrics", 9090)
         assert httpx.get(f"{metrics}/v1/scaling/_default.cpu.default", trust_env=False).json()["ready_workers"] == 1
-        assert not [line for line in running.parts["nats"].log if "Violation" in line]
+        running.check_probes()
+        running.check_connections()
+
+        assert not [line for line in running.log("nats") if "Violation" in line]
         for user, subject in (("gateway", "sie.health.w"), ("config", "sie.work.x"), ("worker", "sie.config.models.x")):
-            publish(running.machine.address("sie-nats", 4222), user, subject)
-            until(lambda subject=subject: any(f'"{subject}"' in line for line in running.parts["nats"].log), 30, f"{subject} refused")
-    assert socket_mode(short) == 0o700
+            publish(node.url("sie-nats", 4222), user, subject)
+            until(lambda subject=subject: any(f'"{subject}"' in line for line in running.log("nats")), 30, f"{subject} refused")
+        for where in node.pods:
+            for name, (size, limit) in node.used(where).items():
+                assert size < limit, (where.name, name)
+    assert not re.search(r"Read-only file system|Permission denied", running.story())
+    assert not [*short.rglob("Microsoft")], "where onnxruntime keeps what it is about to report"
 
 
-def socket_mode(folder: Path) -> int:
-    return (folder / "sie-worker-cpu" / "socket" / "worker").stat().st_mode & 0o777
+def test_three_brokers_keep_three_copies_of_all_that_the_processes_make(short: Path) -> None:
+    """And one that is told to end sends its clients to the others."""
+    found = [each for each in objects(template("values-ha.yaml", {"auth": {"mode": "static"}})) if "worker" not in each["metadata"]["name"]]
+    with started(Node(short, found, replicas={"sie-nats": 3})) as running:
+        running.check_probes()
+        running.check_connections()
+        brokers = [each for each in running.containers if each.told["name"] == "nats"]
+        told = [f"http://{each.where.address}:8222" for each in brokers]
+
+        def streams() -> list[Object]:
+            (account,) = httpx.get(f"{told[0]}/jsz?streams=1&config=1", trust_env=False).json()["account_details"]
+            return list(account.get("stream_detail", ()))
+
+        until(lambda: {"WORK__default", "KV_sie_catalogue", "KV_sie_placement"} <= {each["name"] for each in streams()}, 30, "streams")
+        assert {each["config"]["num_replicas"] for each in streams()} == {3}
+        assert {each["config"]["storage"] for each in streams()} == {"file"}
+        (first,) = (each for each in brokers if each.where.name == "sie-nats-0")
+        assert first.execute(first.told["lifecycle"]["preStop"])
+        os.kill(first.pid, signal.SIGTERM)  # as a kubelet does at once
+        until(lambda: not first.alive, 60, "the end of a broker whose clients have gone")
+        assert any("Closing existing clients" in line for line in first.log)
+        until(lambda: all(each.probe("readinessProbe") for each in running.containers if each is not first), 30, "the others are ready")
 
 
-def publish(address: str, user: str, subject: str) -> None:
+def publish(url: str, user: str, subject: str) -> None:
     """As whoever has the rendered password of `user`, in the protocol's own words."""
-    host, _, port = address.partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as wire:
+    with socket.create_connection(url.removeprefix("http://").split(":"), timeout=30) as wire:
         who = json.dumps({"user": user, "pass": SECRET[f"nats-{user}"], "verbose": False})
         wire.sendall(f"CONNECT {who}\r\nPUB {subject} 0\r\n\r\nPING\r\n".encode())
         told = b""

@@ -64,7 +64,10 @@ def expected(models: LocalModels) -> dict[str, np.ndarray]:
 
 def served(models: LocalModels, data_dir: Path, limit_bytes: int) -> Cluster:
     """A cluster whose processes may each hold so much data (RLIMIT_DATA). One arena: memory that is free in another one counts as held."""
-    environ = {"SIE_HF_FALLBACK": "false", "SIE_LOCAL_CACHE": str(data_dir), "MALLOC_ARENA_MAX": "1"}
+    environ = {
+        "SIE_HF_FALLBACK": "false", "SIE_LOCAL_CACHE": str(data_dir), "MALLOC_ARENA_MAX": "1",
+        "SIE_LOAD_HOLD_S": "29",  # on a busy machine a turn and two loads take longer than the default
+    }  # fmt: skip
     cluster = Cluster(data_dir, "--no-spare", *models.arguments, environ=environ)
     cluster.argv = ["prlimit", f"--data={limit_bytes}", *cluster.argv]
     return cluster

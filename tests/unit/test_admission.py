@@ -227,7 +227,7 @@ async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_it
     await tell(cluster, beat(credit_cost=20_000))
     answer = await gateway.encode(*["é" * 16_000] * 60, X_SIE_Timeout_Ms="2000")
     assert (answer.status_code, answer.json()["code"]) in ((503, "QUEUE_FULL"), (504, "GATEWAY_TIMEOUT"))
-    assert await gateway.metric("sie_gateway_permits_held") == 0
+    assert [await gateway.metric(f"sie_gateway_permits_held_{unit}") for unit in ("tokens", "messages")] == [0, 0]
     assert not cluster.server.streams[STREAM].messages
 
 
@@ -251,7 +251,7 @@ async def test_a_large_request_goes_through_a_small_window_piece_by_piece(cluste
     values = [slot["dense"]["values"] for slot in answer.json()["items"]]
     assert all(values[number] == pytest.approx(vector_of(ids_of(texts[number]))) for number in (0, 1, 1000, 2047))
     assert 1 <= most <= 3 + 3  # three that hold permits, and those whose ack is on its way
-    assert await gateway.metric("sie_gateway_permits_held") == 0
+    assert [await gateway.metric(f"sie_gateway_permits_held_{unit}") for unit in ("tokens", "messages")] == [0, 0]
 
 
 # refusals

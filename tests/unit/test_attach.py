@@ -43,7 +43,9 @@ class Client:
     headers: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    shape: Any = None
+
+    def follow(self, other: Any) -> None:
+        self.labels.update(other.labels)
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 from asyncio.selector_events import _SelectorSocketTransport
 from collections.abc import AsyncIterator
 
@@ -378,3 +379,80 @@ async def test_garbage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -
     assert sum("refused" in record.getMessage() for record in caplog.records) <= 1
     assert sum(record.levelno >= logging.WARNING for record in caplog.records) == 0
     assert "secret" not in caplog.text
+
+
+async def is_last(reader: asyncio.StreamReader) -> bool:
+    """Whether the next response says that it is the last one, and is; it has to be whole."""
+    head, body = await response(reader)
+    assert body == b"0123456789"
+    if b"connection: close" not in head:
+        return False
+    async with asyncio.timeout(30):
+        return await reader.read() == b""
+
+
+@pytest.mark.parametrize("path", ["/whole", "/pieces"])
+async def test_a_server_that_leaves_says_so_in_the_next_response_of_each_connection(path: str) -> None:
+    """P3"""
+    async with connected() as (reader, writer, server):
+        writer.write(ask(path))
+        assert not await is_last(reader)
+        server.leave()
+        writer.write(ask(path))
+        assert await is_last(reader)
+        new_reader, new_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        new_writer.write(ask(path))
+        assert await is_last(new_reader)
+        new_writer.close()
+
+
+async def test_a_leaving_server_keeps_the_connection_of_a_body_that_still_arrives() -> None:
+    """Closed, it would answer the rest by a reset, at which the client may lose the response."""
+    async with connected() as (reader, writer, server):
+        server.leave()
+        writer.write(ask("/whole", "POST", "content-length: 10"))
+        assert not await is_last(reader)
+        writer.write(b"0123456789" + ask("/whole"))
+        assert await is_last(reader)
+
+
+async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() -> None:
+    """P3: 1. two connections are idle, as the server sees it; 2. a request of one stands in its buffer; 3. the server hangs up: that is
+    answered, the other connection closed."""
+    async with connected() as (_, _, server):
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:  # what it sends is there before the loop looks
+            raw.setblocking(False)
+            idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", server.port)
+            idle_writer.write(ask("/whole"))
+            assert not await is_last(idle_reader)  # by now both are accepted
+            raw.send(ask("/whole"))
+            await server.hang_up()
+            async with asyncio.timeout(30):
+                assert await idle_reader.read() == b""
+                received = b""
+                while piece := await asyncio.get_running_loop().sock_recv(raw, 1 << 16):
+                    received += piece
+        assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert received.endswith(b"0123456789")
+        idle_writer.close()
+
+
+async def test_a_server_stops_when_its_last_answer_was_read() -> None:
+    """1. a client has read nothing of a large answer; 2. the server stops: it waits until all was read, then the connection ends."""
+    async with connected() as (reader, writer, server):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(ask("/large"))
+        second_reader, second_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        second_writer.write(ask("/whole"))
+        assert not await is_last(second_reader)
+        await server.hang_up()
+        stopping = asyncio.create_task(server.stop(60))
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        size = 0
+        async with asyncio.timeout(60):
+            while piece := await reader.read(1 << 20):
+                size += len(piece)
+                await asyncio.sleep(0.01)
+            await stopping
+        assert size > LARGE
+        second_writer.close()

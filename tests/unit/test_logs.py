@@ -132,12 +132,47 @@ async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(clust
     with pytest.raises(httpx.ReadTimeout):
         await gateway.client.post("/v1/encode/toy/one", content=content, timeout=3)
     again = asyncio.create_task(gateway.client.post("/v1/encode/toy/one", content=content))
-    await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+    async with asyncio.timeout(30):
+        while await gateway.metric("sie_gateway_reattached_total") != 1:
+            pass  # the scrape awaits
     adapter.let_go()
-    assert (await again).status_code == 200
-    found = {line["status"]: line for line in lines()}
-    assert {"200"} <= found.keys() <= {"200", "499"}
+    answer = await again
+    assert answer.status_code == 200
+    body, found = answer.json(), {line["status"]: line for line in lines()}
+    assert found.keys() == {"200", "499"}
     assert {line["model"] for line in found.values()} == {"toy/one"}
+    assert found["200"]["told"] == {
+        "items": "1", "tokens": str(body["usage"]["total_tokens"]), **{name: str(body["timing"][name]) for name in STAGES},
+    }  # fmt: skip
+
+
+async def test_a_request_that_is_cut_off_at_the_end_of_its_gateway_has_its_line(cluster: InProcess, lines: Lines) -> None:
+    gateway, adapter = await cluster.gateway(), await cluster.adapter()
+    await cluster.sidecar(adapter)
+    adapter.hold_batches = True
+    asked = asyncio.create_task(gateway.encode("one"))
+    await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+    (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
+    handler.cancel()
+    assert (await asked).status_code == 500
+    (line,) = lines()
+    assert (line["status"], line["model"], line["told"]) == ("500", "toy/one", {"items": "1"})
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure_of_ours(
+    cluster: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await cluster.gateway()
+    host, port = gateway.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/pools HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    async with asyncio.timeout(30):
+        while await gateway.metric("sie_gateway_requests_total", endpoint="pools") != 1:
+            pass  # the scrape awaits
+    assert await gateway.metric("sie_gateway_requests_total", endpoint="pools", status="499") == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_failure_has_the_same_fields_and_tells_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:

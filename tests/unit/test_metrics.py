@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from sie_contracts import messages, topology
 from sie_contracts.errors import InternalFailure, QueueFull
 from sie_contracts.ipc import BatchDone, Description, Shortages
 from sie_contracts.messages import BatchNote, ConfigDelta, Failed, Ok, WorkResult
-from sie_contracts.runtime.metrics import Fold, Maker, Scrape, epoch_number
+from sie_contracts.runtime import metrics as runtime_metrics
+from sie_contracts.runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
 from sie_contracts.runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric, every
 from sie_contracts.runtime.metrics_table import Process as Kind
 from sie_gateway.metrics import Metrics as GatewayMetrics
@@ -72,6 +74,90 @@ def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> No
     assert found[6:] == [("a", "x"), ("a", "y"), ("b", "x"), ("other", "y")]
     assert fold(("c", "z")) == ("other", "other")
     assert fold(("d", "v")) == ("other", "other")
+
+
+class Scraped:
+    """Metrics of a worker, by a clock of the test's, and what a Prometheus makes of them that scrapes them."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.make = Maker("worker", lambda: self.now_s)
+        self.whole: Counter[str] = Counter()  # by metric, what all its series grew by
+        self._last: dict[tuple[str, ...], float] = {}
+
+    def scrape(self, after_s: float = 15.0) -> dict[tuple[str, ...], float]:
+        self.now_s += after_s
+        samples = [sample for family in self.make.registry.collect() for sample in family.samples if not sample.name.endswith("_bucket")]
+        found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+        for key, value in found.items():
+            before = self._last.get(key, 0.0)
+            self.whole[key[0]] += int(value - before if value >= before else value)  # as rate() reads a counter
+        self._last = found
+        self.make.registry.scraped()
+        return found
+
+    def names(self, metric: str) -> set[str]:
+        return {key[1] for key in self.scrape() if key[0] == metric}
+
+
+def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
+    """B4: Zipf's traffic over a thousand models, of which others are popular in the second half."""
+    told = Scraped()
+    requests, seconds = told.make.counters("sie_requests"), told.make.histograms("sie_request_duration_seconds")
+    table, chance = TABLE["worker"], random.Random(7)
+    models = [f"org/model-{number}" for number in range(1000)]
+    weights = [1 / (rank + 1) for rank in range(1000)]
+    asked, named = 0, set[str]()
+    for half in (models, models[::-1]):
+        for _ in range(200):
+            for model in chance.choices(half, weights, k=100):
+                told.make.traffic.met(model)
+                requests.labels(model, "encode", "success").inc()
+                for phase in ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess"):
+                    seconds.labels(model, "encode", phase).observe(0.01)
+                asked += 1
+            found = told.scrape()
+            for name in ("sie_requests", "sie_request_duration_seconds"):
+                sets = {key[1:] for key in found if key[0] in table[name].exported}
+                assert len(sets) <= table[name].most
+        named = told.names("sie_request_duration_seconds_count")
+        assert set(half[:5]) < named
+        assert set(half[:15]) < told.names("sie_requests_total")
+    assert not named & set(models[:100]), "who was busy once has no series any more"
+    assert (told.whole["sie_requests_total"], told.whole["sie_request_duration_seconds_count"]) == (asked, 6 * asked)
+
+
+def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_that_is_asked_of_it() -> None:
+    told = Scraped()
+    seconds, traffic = told.make.histograms("sie_request_duration_seconds"), told.make.traffic
+    phases = ("total", "queue", "tokenize", "batch_wait", "inference", "postprocess")
+
+    def ask(model: str, times: int = 1, endpoint: str = "encode") -> None:
+        for _ in range(times):
+            traffic.met(model)
+            for phase in phases:
+                seconds.labels(model, endpoint, phase).observe(1)
+
+    metric = TABLE["worker"]["sie_request_duration_seconds"]
+    first = [f"first-{number}" for number in range((metric.most - metric.rest) // metric.each)]
+    for number, model in enumerate(first):
+        ask(model, 100 + number)
+    ask("late", 150)
+    told.scrape(TURN_S)
+    ask("late")
+    assert told.names("sie_request_duration_seconds_count") == {*first, "other"}
+    ask("late", 100)
+    ask(first[-1], endpoint="embeddings")
+    told.scrape(TURN_S)
+    ask("late")
+    ask(first[-1], endpoint="embeddings")
+    kept = {*first[2:], "late", "other"}  # two of the least busy make room, for another model and another endpoint
+    found = told.scrape()
+    assert {key[1] for key in found} == kept
+    assert found["sie_request_duration_seconds_count", first[-1], "embeddings", "total"] == 1
+    ask("other", 2)
+    for _ in range(3):
+        assert {key[1] for key in told.scrape(TURN_S)} == kept, "nobody asks for a name"
 
 
 def test_labels_of_fixed_sets_all_have_their_place() -> None:
@@ -136,18 +222,26 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
     assert histograms["sie_batch_size"]["other"]["counts"][-1] == 10_000 - (most - 1)
 
 
-async def test_many_models_that_were_served_are_a_bounded_number_of_series(tmp_path: Path) -> None:
-    """B4: by the whole way through a gateway and a worker."""
+async def test_many_models_that_were_served_are_a_bounded_number_of_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4: by the whole way through a gateway and a worker; and the one that is asked most has its name."""
     models = [f"toy/{number}" for number in range(60)]
+    monkeypatch.setattr(runtime_metrics, "TURN_S", 0.0)
     async with InProcess(tmp_path, *(toy_entry(model) for model in models)) as cluster:
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
         for model in models:
             assert (await gateway.encode("x", model=model)).status_code == 200
+        for _ in range(4):
+            assert (await gateway.encode("x", model=models[-1])).status_code == 200
+        await sidecar.get("/metrics")  # from here on the busiest one has its name
+        assert (await gateway.encode("x", model=models[-1])).status_code == 200
+        async with asyncio.timeout(30):
+            while not await sidecar.metric("sie_request_duration_seconds_count", model=models[-1], phase="total"):
+                pass  # a chunk is counted after its result has left
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
             found = await scraped(process)
             assert sum(len(each) for each in found.values()) <= MOST_SERIES
             assert found.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
-        assert sum(value for _, value in (await scraped(sidecar))["sie_requests_total"]) == len(models)
+        assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), "less what was told before"
 
 
 def test_the_contract_s_names_and_labels_are_there() -> None:
@@ -204,6 +298,8 @@ def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -
     remedies.told(described(2))
     remedies.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
     assert (remedies.count("m", "cache_clears"), remedies.count("m", "batch_splits")) == (4, 1)
+    remedies.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
+    assert (remedies.count("m", "cache_clears"), remedies.count("other", "terminal_failures")) == (4, 1)
     assert remedies.models() == {"m", "other"}
     assert remedies.count("nobody", "cache_clears") == 0
 

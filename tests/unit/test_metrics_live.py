@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import config_api
 import httpx
@@ -14,6 +15,7 @@ from inprocess import GatewayProcess, InProcess
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from sie_config.app import create_app
 from sie_config.metrics import route_of
 from sie_contracts import topology
 from sie_contracts.broker import BrokerError
@@ -220,5 +222,18 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     assert found["sie_config_requests_total['201', 'POST', 'models']"] == 1
     assert found["sie_config_requests_total['404', 'GET', 'model']"] == 1
     assert found["sie_config_request_seconds_count['epoch']"] == 1
+    pieces = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return pieces.pop(0)
+
+    async def send(_message: Any) -> None:
+        """Nobody is there."""
+
+    headers = [(b"authorization", f"Bearer {ADMIN}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/configs/models", "query_string": b"", "headers": headers}
+    await create_app(api.service)(scope, receive, send)
+    found = await told()
+    assert found["sie_config_requests_total['499', 'POST', 'models']"] == 1
     names = {name.partition("[")[0] for name in found}
     assert names <= {name for metric in TABLE["config"].values() for name in metric.exported}

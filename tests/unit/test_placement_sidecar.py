@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from direct import ENTRY, Direct, reasons
 from fake_adapter import FakeAdapter, toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +17,12 @@ from inprocess import InProcess, free_port, placing, until
 from sie_contracts import messages, topology
 from sie_contracts.broker import CoreMessage, Write
 from sie_contracts.broker.memory import MemoryServer
-from sie_contracts.catalogue import ModelEntry
+from sie_contracts.catalogue import ModelEntry, RunDefaults
 from sie_contracts.errors import ModelLoadFailed, PoolNotFound
 from sie_contracts.messages import Heartbeat, Placement
 from sie_contracts.topology import Lane
 from sie_gateway.assignments import assigned
+from sie_sidecar import assignment, process
 from sie_sidecar.admission import CLOSED_AFTER_S, admitted
 from sie_sidecar.assignment import AHEAD_AGAIN_S, OLD_S, Assignment, role
 
@@ -83,14 +85,17 @@ class Host:
         return self.assignment.role(topology.work_consumer(LANE, "interactive", model, 10.0).name)
 
 
-async def test_without_a_table_everything_is_pulled_and_with_one_what_it_says(tmp_path: Path) -> None:
+async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with InProcess(tmp_path) as cluster:
+        monkeypatch.setattr(assignment, "FIRST_S", 0.05)
         host = Host(cluster.server)
         await host.assignment.start()
+        assert host.role("a") == host.role("b") == "none"
+        await until(lambda: host.changes, "the end of the wait")
         assert host.role("a") == host.role("b") == "pull"
         assert host.assignment.models() is None
         await put(cluster, {"a": ("w1",), "b": ("w2",), "c": ("w2", "w1")})
-        await until(lambda: host.changes, "the table")
+        await until(lambda: host.changes == 2, "the table")
         assert [host.role(model) for model in "abcd"] == ["probe", "none", "ahead", "none"]
         host.loaded |= {"a", "b", "c"}
         assert [host.role(model) for model in "abcd"] == ["pull", "none", "pull", "none"]
@@ -142,6 +147,18 @@ async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that
 
 
 # the whole way
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+async def test_workers_of_a_new_installation_load_each_model_once(cluster: InProcess, workers: int) -> None:
+    """1. Work of twelve models waits, and there never was a table. 2. Workers start together. 3. No model is loaded by two of them."""
+    gateway = await cluster.gateway()
+    sent = [asyncio.create_task(gateway.encode(str(number), model=entry.id)) for entry in ENTRIES for number in range(4)]
+    await until(lambda: cluster.server.streams["WORK__default"].state().messages == len(sent), "all of it waits")
+    adapters = [await cluster.adapter(f"{number}.sock") for number in range(workers)]
+    await asyncio.gather(*map(cluster.sidecar, adapters))
+    assert {answer.status_code for answer in await asyncio.gather(*sent)} == {200}
+    assert sorted(load for adapter in adapters for load in adapter.loads) == sorted(entry.id for entry in ENTRIES)
 
 
 async def test_each_model_is_loaded_by_its_host_alone(cluster: InProcess) -> None:
@@ -284,6 +301,19 @@ async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None
     assert await sidecar.metric("sie_deliveries_total") == 4
     adapter.let_go()
     await until(lambda: not cluster.server.streams["WORK__default"].state().messages, "all of it is done")
+
+
+async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. The only host asks for one message, whose sender knows an older entry: it is sent back. 2. So are the next ones, and what comes
+    behind them is answered, without the look of once a second."""
+    monkeypatch.setattr(process, "REFILL_S", 3600.0)
+    async with Direct(tmp_path) as cluster:
+        await put(cluster, {ENTRY.id: ("w0",)})
+        cluster.source.put(msgspec.structs.replace(ENTRY, run=RunDefaults(pooling="cls")))
+        await cluster.sidecar()
+        items = [await cluster.publish(str(number), config_revision=1 if number < 3 else 2) for number in range(4)]
+        found = [reasons(await cluster.result(item)) for item in items]
+    assert found == [*[["NOT_READY config_changed"]] * 3, [""]]
 
 
 # pools

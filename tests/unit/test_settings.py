@@ -72,6 +72,7 @@ DOCUMENTED = {
     "SIE_ADOPT_AFTER_MS": Documented("2000", "0", ("-1", "x", "")),
     "SIE_SWAP_AFTER_MS": Documented("1000", "5000", ("-1", "x", "")),
     "SIE_NATS_URL": Documented(UNSET, "nats://one:4222,tls://two:4222", ("http://host", "host:4222", "nats://", "nats://host:99999")),
+    "SIE_NATS_PASSWORD": Documented(UNSET, f" {CANARY}@/:%# "),
     "SIE_GATEWAY_HEALTH_MODE": Documented("ws", "nats", ("http", "")),
     "SIE_GATEWAY_CONFIGURED_GPUS": Documented(UNSET, "l4,l4-spot", (",",)),
     "SIE_CONFIG_SERVICE_URL": Documented(UNSET, "http://config:8081", ("config:8081", "nats://config", "http://")),
@@ -119,6 +120,7 @@ DOCUMENTED = {
     "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": Documented("85", "90", ("0", "100", "x", "")),
     "SIE_DISK_CACHE_ENABLED": Documented("true", "false", ("x", "")),
     "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": Documented("85", "1", ("0", "100", "x", "")),
+    "SIE_DISK_CACHE_BYTES": Documented(UNSET, "1048576", ("1048575", "1g")),
     "SIE_IDLE_EVICT_S": Documented(UNSET, "300", ("0", "-1", "5m")),
     "SIE_PRELOAD_MODELS": Documented(UNSET, "a/one,b/two", (",",)),
     "SIE_LOG_JSON": Documented("false", "true", ("json", "")),
@@ -195,7 +197,7 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 @each_row
 def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
-    found = load(environ={row.name: f" {good} "})
+    found = load(environ={row.name: good if row.name == "SIE_NATS_PASSWORD" else f" {good} "})  # of which each character counts
     assert getattr(found.settings, row.field) == row.read(good) != row.default
     assert found.sources[row.name] == "environment"
     found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
@@ -274,7 +276,7 @@ def test_the_knobs_of_each_mode_are_the_documented_ones() -> None:
 
 # secrets
 
-SECRETS = {"SIE_ADMIN_TOKEN", "SIE_CONFIG_READ_TOKEN", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS"}
+SECRETS = {"SIE_ADMIN_TOKEN", "SIE_CONFIG_READ_TOKEN", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS", "SIE_NATS_PASSWORD"}
 WITH_CREDENTIALS = {
     "SIE_NATS_URL": f"nats://user:{CANARY}@host:4222,nats://{CANARY}@other:4222", "SIE_CONFIG_SERVICE_URL": f"http://u:{CANARY}@config",
     "SIE_GATEWAY_URL": f"http://u:{CANARY}@gateway", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://u:{CANARY}@collector:4317",
@@ -320,6 +322,10 @@ def test_an_error_about_a_secret_does_not_repeat_it(name: str, raw: str) -> None
         load(environ={name: raw})
     assert "got ***" in str(caught.value)
     assert CANARY not in str(caught.value)
+
+
+def test_a_password_of_the_broker_keeps_the_spaces_around_it() -> None:
+    assert load(environ={"SIE_NATS_PASSWORD": " a b "}).settings.nats_password == Secret(" a b ")
 
 
 def test_a_secret_compares_by_content_and_only_that() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
 import pytest
+from click.testing import CliRunner
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import free_port, settings_of
 from nats_server import NatsServer
@@ -18,10 +22,12 @@ from nats_server import NatsServer
 import sie_config.process
 import sie_gateway.process
 import sie_sidecar.process
+from sie_cli.main import main
+from sie_contracts.broker.nats import transport
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.runtime.feed import read_folder
 from sie_contracts.runtime.process import Stop
-from sie_contracts.settings import SettingError
+from sie_contracts.settings import Secret, SettingError
 
 READ_TOKEN = "reader"
 READY_S = 40.0  # a group of brokers elects its leader first
@@ -143,6 +149,31 @@ async def test_all_traffic_goes_over_the_named_broker(
     assert heard["named"]["total_connections"] == 3
     assert heard["named"]["in_msgs"] > 10
     assert (heard["other"]["total_connections"], heard["other"]["in_msgs"]) == (0, 0)
+
+
+async def test_a_password_may_have_any_character_and_stands_in_no_url(
+    adapter: FakeAdapter, models: str, processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIE_NATS_PASSWORD: all processes come to a broker that asks for it, and nobody with another one."""
+    password = ' p@ss/w:o%72d#?&"\\\'$(HOME) é '
+    extra = f'authorization {{ user: "sie", password: {json.dumps(password, ensure_ascii=False)} }}'
+    with NatsServer(tmp_path / "nats", extra=extra) as nats:
+        url = nats.url.replace("//", "//sie@")
+        broker = {"SIE_NATS_URL": url, "SIE_NATS_PASSWORD": password}
+        config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
+        gateway = await processes.gateway(**broker, **config)
+        await processes.sidecar(adapter, **broker, **config)
+        assert (await encode(gateway)).status_code == 200
+        env = {name: None for name in os.environ if name.startswith("SIE_")}
+        command = ["topology", "check", "--nats-url", url]
+        looked = await asyncio.to_thread(CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password})
+        assert looked.exit_code == 0, looked.output
+        refused = await asyncio.to_thread(CliRunner().invoke, main, command, env={**env, "SIE_NATS_PASSWORD": password.strip()})
+        assert refused.exit_code == 2
+        assert "uthorization" in refused.output
+        within = transport.split(url.replace("sie@", f"sie:{quote('of the url', safe='')}@"), Secret(password))
+        assert within[1] == {"user": "sie", "password": "of the url"}
+    assert "p@ss" not in caplog.text + looked.output + refused.output
 
 
 @pytest.mark.parametrize("process", ["gateway", "sidecar", "config"])

@@ -131,7 +131,7 @@ async def test_a_key_has_so_many_tokens_in_the_queue_at_each_priority_and_gatewa
     expected = messages_each * len(asked)
     await until(lambda: len(stream.messages) >= expected, f"{expected} messages")
     for gateway in started:
-        assert await gateway.metric("sie_gateway_permits_held", unit="messages") == 4 * messages_each
+        assert await gateway.metric("sie_gateway_permits_held_messages") == 4 * messages_each
     assert len(stream.messages) == expected
     await cluster.sidecar(SIE_WORKER_ID="idle")
     assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}

@@ -70,6 +70,29 @@ async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> N
     assert [line for line in plain if not PLAIN.fullmatch(line)] == []
 
 
+async def test_what_python_itself_writes_is_a_line_too_and_quotes_nobody() -> None:
+    """SIE_LOG_JSON, X4: warnings, exceptions that nobody catches, and names that are no text."""
+    code = f"""
+import logging, threading, warnings
+from sie_contracts.runtime.process import own_stderr
+own_stderr(json=True)
+warnings.warn("something is old")
+logging.getLogger("sie.x").info("the file %s", "a" + chr(0xdc80))
+thread = threading.Thread(target=int, args=("{CANARY}",), name="lane-0")
+thread.start()
+thread.join()
+int("{CANARY}")
+"""
+    done = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
+    _, told = await asyncio.wait_for(done.communicate(), 60)
+    entries = [msgspec.json.decode(line) for line in told.splitlines()]
+    assert (done.returncode, [entry["level"] for entry in entries]) == (1, ["WARNING", "INFO", "CRITICAL", "CRITICAL"])
+    assert all(set(entry) == KEYS for entry in entries)
+    assert "something is old" in entries[0]["message"]
+    assert entries[2]["message"].startswith("thread lane-0 ends by an exception")
+    assert CANARY.encode() not in told
+
+
 @contextlib.contextmanager
 def json_logs() -> Iterator[None]:
     root = logging.getLogger()

@@ -57,6 +57,7 @@ EFFECTS = {
     "SIE_LOAD_HOLD_S": f"{GATEWAY}::test_a_cold_lane_is_held_for_this_long_and_not_for_the_whole_budget",
     "SIE_BULK_MAX_OVERTAKES": f"{BATCHING}::test_bulk_work_is_overtaken_at_most_this_often",
     "SIE_NATS_URL": f"{BROKER}::test_all_traffic_goes_over_the_named_broker",
+    "SIE_NATS_PASSWORD": f"{BROKER}::test_a_password_may_have_any_character_and_stands_in_no_url",
     "SIE_GATEWAY_HEALTH_MODE": f"{STATUS}::test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats",
     "SIE_GATEWAY_WORKERS": f"{STATUS}::test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats",
     "SIE_GATEWAY_KUBERNETES": f"{STATUS}::test_pods_appear_and_disappear_with_the_events_of_the_api",
@@ -104,6 +105,7 @@ EFFECTS = {
         f"{ADAPTER}::test_the_least_recently_used_model_goes_when_memory_passes_the_threshold",
     "SIE_DISK_CACHE_ENABLED": f"{DISK}::test_without_the_disk_cache_nothing_is_removed",
     "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": f"{DISK}::test_what_was_used_longest_ago_goes_above_the_threshold",
+    "SIE_DISK_CACHE_BYTES": f"{DISK}::test_a_limit_below_the_disk_s_counts_the_cache_alone",
     "SIE_IDLE_EVICT_S": f"{WORKER}::test_an_idle_model_is_unloaded_and_without_the_setting_it_stays",
     "SIE_PRELOAD_MODELS": f"{WORKER}::test_preloaded_models_are_loaded_before_the_worker_is_ready",
     "SIE_SWAP_AFTER_MS": "tests/unit/test_swapping.py::test_a_busy_model_makes_room_for_one_that_waited_so_long",
@@ -134,6 +136,7 @@ READS_ENVIRON = {
     "cli/sie_cli/doctor/checks.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
+WRITES_ENVIRON = {"adapter/sie_adapter/engine.py": "ORT_DISABLE_TELEMETRY: nothing else keeps onnxruntime from reporting as it is imported"}
 READS_HOME = {
     "contracts/sie_contracts/settings.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
     "adapter/sie_adapter/weights/sources.py": "~ in the path of a catalogue entry",
@@ -182,7 +185,7 @@ def test_nothing_writes_the_environment() -> None:
     changing = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
     for file, tree in all_trees():
         for node in ast.walk(tree):
-            assert not _is_os(node, ENVIRON_WRITES), file
+            assert not _is_os(node, ENVIRON_WRITES) or file in WRITES_ENVIRON, file
             is_changed = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
             if is_changed or (isinstance(node, ast.Attribute) and node.attr in changing):
                 assert not _is_os(node, ENVIRON_READS), f"{file}:{node.lineno}"

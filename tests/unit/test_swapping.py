@@ -9,18 +9,20 @@ from unittest import mock
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 from inprocess import settings_of
+from simulation.virtual import VirtualLoop
 
 import sie_sidecar.hosting
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
-from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.hosting import MOST_TURN_S, Hosted, Hosting
 
 
 class OneModel:
-    """An adapter that holds one model, and gives it up only where the sidecar allows it."""
+    """An adapter that holds one model, and gives it up only where the sidecar allows it. A load takes `load_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, load_s: float = 0.0) -> None:
+        self.load_s = load_s
         self.listeners: list[Any] = []
         self.description: ipc.Description | None = None
         self.loaded = ""
@@ -34,6 +36,8 @@ class OneModel:
             evicted = (self.loaded,)
             self.evictions += 1
         self.loaded = question.model
+        if self.load_s:
+            await asyncio.sleep(self.load_s)
         loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
         return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}, evicted=evicted)
 
@@ -46,13 +50,14 @@ class OneModel:
 class Worker:
     """As the sidecar uses a hosting: work is taken in, made ready, run on the loaded model, and let go."""
 
-    def __init__(self, swap_after_s: float) -> None:
-        self.link = OneModel()
+    def __init__(self, swap_after_s: float, *, load_s: float = 0.0) -> None:
+        self.link = OneModel(load_s)
         loop = asyncio.get_running_loop()
         link: Any = self.link
         self.hosting = Hosting(link, loop.time, lambda: None, swap_after_s)
-        catalogue = Catalogue({name: toy_entry(name) for name in ("toy/a", "toy/b")})
-        self.a, self.b = (self.hosting.of(catalogue.resolve(name)) for name in ("toy/a", "toy/b"))
+        catalogue = Catalogue({name: toy_entry(name) for name in ("toy/a", "toy/b", "toy/c", "toy/d")})
+        self.all = [self.hosting.of(catalogue.resolve(name)) for name in catalogue.entries]
+        self.a, self.b = self.all[:2]
 
     async def run(self, hosted: Hosted, running_s: float = 0.002, items: int = 1) -> str:
         """Work items that came together; returns the model that was loaded while they ran, at their start and end."""
@@ -107,6 +112,42 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
     assert worker.link.evictions >= 3
     assert worker.a.gate.is_set()
     assert worker.b.gate.is_set()
+
+
+@pytest.mark.parametrize("swap_after_s", [0.2, 1.0])
+@pytest.mark.parametrize("models", [2, 3, 4])
+@pytest.mark.parametrize("load_s", [0.3, 5.0, 20.0])
+def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_has_its_turn(
+    load_s: float, models: int, swap_after_s: float
+) -> None:
+    """S14: under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and turns and a load."""
+    turn_s = max(min(load_s, MOST_TURN_S), swap_after_s)
+    round_s = models * (load_s + turn_s)
+    for_s, pass_s = 10 * round_s, turn_s / 20
+    longest_s = 0.0
+
+    async def client(worker: Worker, hosted: Hosted, end_s: float) -> None:
+        nonlocal longest_s
+        while (asked_s := loop.time()) < end_s:
+            await worker.run(hosted, pass_s)
+            longest_s = max(longest_s, loop.time() - asked_s)
+
+    async def all_clients() -> Worker:
+        worker = Worker(swap_after_s, load_s=load_s)
+        end_s = loop.time() + for_s
+        await asyncio.gather(*(client(worker, hosted, end_s) for hosted in worker.all[:models] for _ in range(3)))
+        return worker
+
+    loop = VirtualLoop()
+    try:
+        worker = loop.run_until_complete(all_clients())
+    finally:
+        loop.close()
+    loads = worker.link.evictions
+    assert loads * load_s <= 1.1 * for_s * max(0.5, load_s / (load_s + turn_s))
+    assert longest_s <= round_s + load_s + 2 * pass_s
+    assert loads >= 0.8 * for_s / (load_s + turn_s), "and they do take turns"
+    assert worker.hosting.swaps <= loads, "one model is closed for a load"
 
 
 async def test_a_model_that_falls_idle_goes_at_once() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from inprocess import GatewayProcess, InProcess
@@ -20,6 +21,8 @@ from otlp import Collector, Seen
 from sie_cli.embedded import free_port
 from sie_contracts.runtime import tracing
 from sie_contracts.settings import SettingError, load
+from sie_gateway.call import Call
+from sie_gateway.finished import Finished
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = CLIENT.split("-")[1]
@@ -201,11 +204,107 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
     ("traceparent", "tracestate", "expected"),
     [
         (CLIENT, "a=1", (CLIENT, "a=1")), (CLIENT, "x" * 513, (CLIENT, "")), (CLIENT, "a=\x07", (CLIENT, "")),
-        (CLIENT + "-x", "a=1", ("", "")), ("x" * 60_000, "", ("", "")), ("", "a=1", ("", "")),
+        (CLIENT + "-x", "a=1", ("", "")), ("x" * 60_000, "", ("", "")), ("", "a=1", ("", "")), ("ff" + CLIENT[2:], "", ("", "")),
+        (f"00-{'0' * 32}-b7ad6b7169203331-01", "a=1", ("", "")), (f"00-{TRACE}-{'0' * 16}-01", "a=1", ("", "")),
+        (CLIENT.upper(), "", ("", "")), (f"cc{CLIENT[2:-2]}ff-what-comes", "a=1", (CLIENT, "a=1")),
+        (f"cc{UNSAMPLED[2:]}", "", (UNSAMPLED, "")),
     ],
 )  # fmt: skip
 def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expected: tuple[str, str]) -> None:
-    assert tracing.of_headers(traceparent, tracestate) == expected
+    """As W3C has it: version ff and ids of zeros alone are none, and one of a later version is read as this version."""
+    context = tracing.of_headers(traceparent, tracestate)
+    assert context == expected
+    assert tracing.trace_id_of(context.traceparent) == (TRACE if context.traceparent == CLIENT else None)
+
+
+def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None:
+    """The server begins it in the task of the other, whose context it has."""
+    tracing.begin_request(None, {"traceparent": CLIENT}, "GET", "r", 0.0)
+    assert tracing.current_trace_id() == TRACE
+    tracing.begin_request(None, {}, "GET", "r", 0.0)
+    assert tracing.current_trace_id() is None
+
+
+async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:
+    """And two contexts are none, as W3C has it."""
+    async with InProcess(tmp_path) as cluster:
+        gateway, adapter = await cluster.gateway(), await cluster.adapter()
+        await cluster.sidecar(adapter)
+        state = [("tracestate", "a=1"), ("tracestate", "b=2")]
+        for contexts in ([CLIENT], [CLIENT, CLIENT]):
+            headers = [*(("traceparent", context) for context in contexts), *state]
+            assert (await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]}, headers=headers)).status_code == 200
+    assert [(batch.traceparent, batch.tracestate) for batch in adapter.batches] == [(CLIENT, "a=1, b=2"), ("", "")]
+
+
+async def test_a_batch_that_its_adapter_did_not_survive_and_the_trial_are_told_each(tmp_path: Path, collector: Collector) -> None:
+    async with InProcess(tmp_path) as cluster:
+        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
+        sidecar = await cluster.sidecar(adapter, **own)
+        adapter.hold_batches = True
+        asked = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
+        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+        adapter.hold_batches = False
+        await adapter.die()
+        assert (await asked).status_code == 200
+        spans = await until(collector, "work")
+        await adapter.die()  # with nothing to do, it counts as well
+        async with asyncio.timeout(30):
+            while await sidecar.metric("sie_adapter_deaths_total") != 2:
+                pass  # the scrape awaits
+    (work,) = [span for span in spans if span.name == "work"]
+    first, trial = (span for span in collector.of(TRACE) if span.name == "batch")
+    assert (first.is_error, first.attributes["error.type"], trial.is_error) == (True, "AdapterGone", False)
+    assert [span.parent for span in (first, trial)] == [work.id, work.id]
+    assert [span.links for span in (first, trial)] == [((TRACE, work.id),)] * 2
+    assert trial.attributes["sie.batch"] == work.attributes["sie.batch"]
+
+
+async def test_work_that_is_handed_back_at_the_end_is_told_of(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sie_sidecar.process.DRAIN_S", 0.1)
+    async with InProcess(tmp_path) as cluster:
+        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
+        sidecar = await cluster.sidecar(adapter, **own)
+        adapter.hold_batches = True
+        asked = asyncio.create_task(gateway.encode("a"))
+        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+        await sidecar.end()
+        await until(collector, "work")
+        adapter.let_go()
+        await cluster.sidecar()
+        assert (await asked).status_code == 200
+
+
+async def test_a_request_that_is_cancelled_ends_its_span_with_what_its_client_sees(tmp_path: Path, collector: Collector) -> None:
+    async with InProcess(tmp_path) as cluster:
+        own = {"SIE_TRACING_ENABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        gateway, adapter = await cluster.gateway(**own), await cluster.adapter()
+        await cluster.sidecar(adapter)
+        adapter.hold_batches = True
+        asked = asyncio.create_task(gateway.encode("a", traceparent=CLIENT))
+        await adapter.until(lambda adapter: adapter.running == 1, "the batch at the device")
+        (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
+        handler.cancel()
+        assert (await asked).status_code == 500
+        (span,) = [span for span in await until(collector, "POST encode") if span.name == "POST encode"]
+        assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="500") == 1
+    assert (span.is_error, span.attributes["http.response.status_code"]) == (True, 500)
+
+
+def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
+    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none"), "gateway")
+    assert tracer is not None
+    run, again = (Call("r", 0.0, {}, span=tracer.begin("POST")) for _ in range(2))
+    run.labels["model"], run.finished = "toy/one", cast("Finished", object())
+    again.follow(run)
+    assert (again.labels, again.finished) == (run.labels, run.finished)
+    assert again.span is not None
+    assert run.span is not None
+    assert [link.context for link in again.span._span.links] == [run.span._span.get_span_context()]  # type: ignore[attr-defined]
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:

@@ -118,6 +118,19 @@ def test_what_was_used_longest_ago_goes_above_the_threshold(
     assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(gone))
 
 
+@pytest.mark.parametrize(("limit", "gone"), [(500, []), (450, ["org/b"]), (300, ["org/a", "org/b"]), (200, ["org/a", "org/b", "org/c"])])
+def test_a_limit_below_the_disk_s_counts_the_cache_alone(
+    limit: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_DISK_CACHE_BYTES, P12: as on a volume with a size limit, which the file system does not know: half of the disk is free."""
+    disk.others_bytes = 200 * MIB
+    with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(limit * MIB)) as sources:
+        put(sources.cache, "org/new")
+        assert there(cache) == sorted({"org/a", "org/b", "org/c", "org/new"} - set(gone))
+        with pytest.raises(FetchFailed, match="no space on the disk"):
+            put(sources.cache, "org/large", limit * MIB)
+
+
 def test_without_the_disk_cache_nothing_is_removed(cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIE_DISK_CACHE_ENABLED: what does not fit is refused before a byte is fetched, and the setting is named."""
     disk.others_bytes = 620 * MIB

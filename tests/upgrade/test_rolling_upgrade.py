@@ -1,11 +1,13 @@
 """An upgrade of every component while it serves, in both orders, and the way back: no request fails, no answer is wrong, no write is lost.
 
-    clients ──► balancer ──► 2 gateways ──► broker with a chart's users ──► 2 workers, each a sidecar and an adapter
-    writer  ──► balancer ──► 2 config services
+    clients ──► balancers ──► 2 gateways ──► broker with a chart's users ──► 2 workers, each a sidecar and an adapter
+    writer  ──► balancers ──► 2 config services
 
-Replaced as the chart does: a gateway or config service is started beside the old one, which gets no further request, and after the time of
-`preStop` SIGTERM; a worker ends first, as where there is no second GPU, its sidecar before its adapter. Old processes run from an
-environment of their own.
+Balancers of both kinds: of requests, as an ingress is one, and of connections, as a Kubernetes Service is one, whose clients go on using
+what they have. Replaced as the chart does: another one is started beside a gateway or config service, which gets SIGTERM while requests
+still come, and both kinds of balancers learn of it later. The chart of a version without a lame duck waits in `preStop` instead, unnoticed
+by clients that keep connections: the end of such a process may cost those an error, and no other. A worker ends first, as where there is no
+second GPU, its sidecar before its adapter. Old processes run from an environment of their own.
 """
 
 from __future__ import annotations
@@ -33,23 +35,30 @@ from load import TEXTS, Load
 from local_models import LocalModels
 from nats_server import NatsServer
 from stack import Part, Role, answers, listens
+from tcp_proxy import TcpProxy
 from upgrade import released
 from upgrade.balancer import Answer, Balancer
 from upgrade.released import NEW, ROOT, Version
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from sie_cli.embedded import free_port
+from sie_contracts.runtime.websocket import GOING_AWAY
 from sie_sdk import SIEAsyncClient, SIEError
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 
 Component = Literal["config", "gateway", "worker"]
+BEHIND_BALANCERS: tuple[Component, ...] = ("config", "gateway")
 # the broker has the users of one chart all the while: its own pod is replaced before all others, or after
 ORDERS: list[tuple[tuple[Component, ...], str]] = [(("config", "gateway", "worker"), "new"), (("worker", "gateway", "config"), "old")]
 USERS = "charts/sie-cluster/files/nats-users.conf"
 START_S = 240.0  # of an adapter that imports beside others on a busy machine
 WITHIN_S = 120.0
 PLAIN_CLIENTS = 2
-CHART = ROOT / "charts/sie-cluster"
+VALUES = "charts/sie-cluster/values.yaml"
+LEARNS_S = 1.0  # until a balancer knows that a backend is ending
+LATE_S = 3.0  # until every client has met the end of a process
 PASSWORD = "of-a-test"
 ADMIN = "admin-token-of-a-test"
 MODELS = "/v1/configs/models"
@@ -70,6 +79,15 @@ class Unit:
     url: str
 
 
+@dataclass(frozen=True)
+class End:
+    """Of a gateway or config service: when it got SIGTERM, and when all that came of it was over."""
+
+    unit: Unit
+    from_s: float
+    until_s: float
+
+
 class Site:
     """Two units of each component behind balancers, and a broker that outlives them."""
 
@@ -79,16 +97,23 @@ class Site:
         self.configs = configs
         self.units: dict[Component, list[Unit]] = {"config": [], "gateway": [], "worker": []}
         self.ended: list[Unit] = []
+        self.ends: list[End] = []
         passwords = "".join(f'{user}_PASSWORD: "{PASSWORD}"\n' for user in ("GATEWAY", "CONFIG", "WORKER", "OPERATOR"))
         self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=passwords + users)
         self._models = models
         self._old = version
-        self._pre_stop_s = yaml.safe_load((CHART / "values.yaml").read_text())["gateway"]["preStopSeconds"]
-        self._numbers = itertools.count()
+        self._pre_stop_s = {
+            version: yaml.safe_load(text)["gateway"]["preStopSeconds"]
+            for version, text in ((NEW, (ROOT / VALUES).read_text()), (self._old, released.files_under(VALUES)[VALUES]))
+        }
+        self.connections = {component: TcpProxy(functools.partial(self._next, component)) for component in BEHIND_BALANCERS}
+        self._numbers, self._turns = itertools.count(), itertools.count()
         (folder / "payloads").mkdir(parents=True)
 
     async def __aenter__(self) -> Site:
         self.broker.start()
+        for proxy in self.connections.values():
+            await proxy.__aenter__()
         try:
             for component in self.units:
                 for _ in range(2):
@@ -103,6 +128,17 @@ class Site:
             for part in unit.parts:
                 part.kill()
         self.broker.kill()
+        for proxy in self.connections.values():
+            await proxy.__aexit__(None, None, None)
+
+    def balancer(self, component: Component) -> Balancer:
+        """That of requests."""
+        return self.front if component == "gateway" else self.configs
+
+    def _next(self, component: Component) -> int:
+        """The port that the next connection goes to."""
+        urls = list(self.balancer(component).backends.values())
+        return int(urls[next(self._turns) % len(urls)].rpartition(":")[2])
 
     async def replace(self, component: Component, old: Unit, version: Version) -> None:
         """One unit of another version in place of `old`."""
@@ -113,11 +149,16 @@ class Site:
             units.append(await self._start(component, version))
         else:
             units.append(await self._start(component, version))
-            (self.front if component == "gateway" else self.configs).remove(old.name)
             units.remove(old)
-            # what was sent before has arrived by then: a process that ends takes nothing that it has not begun to read
-            await asyncio.sleep(self._pre_stop_s)
-            await self._end(old)
+            if old.version is not NEW:  # its process knows no lame duck
+                self.balancer(component).remove(old.name)
+                await asyncio.sleep(self._pre_stop_s[old.version])
+            from_s, ending = time.monotonic(), asyncio.create_task(self._end(old))
+            if old.version is NEW:
+                await asyncio.sleep(LEARNS_S)
+                self.balancer(component).remove(old.name)
+            await ending
+            self.ends.append(End(old, from_s, time.monotonic() + LATE_S))
 
     async def _end(self, unit: Unit) -> None:
         self.ended.append(unit)
@@ -134,15 +175,17 @@ class Site:
         try:
             for part in reversed(unit.parts):
                 await asyncio.to_thread(part.wait_ready, START_S)
-        except BaseException:
+        except BaseException as error:
+            error.add_note(log_of([unit]))
             for part in unit.parts:
                 part.kill()
             raise
-        if component == "gateway":
-            self.front.add(name, unit.url, unit.parts[0].environ["READY"])
-        elif component == "config":
-            self.configs.add(name, unit.url, f"{unit.url}/readyz")
+        if component in BEHIND_BALANCERS:
+            self.balancer(component).add(name, unit.url, unit.parts[0].environ.get("READY", f"{unit.url}/readyz"))
         return unit
+
+    def _lame_duck(self, version: Version) -> list[str]:
+        return ["--lame-duck-s", str(self._pre_stop_s[version])] if version is NEW else []
 
     def _part(self, role: Role, name: str, version: Version, arguments: list[str], ready: Callable[[], object], **own: str) -> Part:
         ours = () if version is NEW else ("PYTHONPATH", "VIRTUAL_ENV")
@@ -160,14 +203,16 @@ class Site:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         own = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODELS_DIR": str(self._models.folder), "SIE_MODEL_FILTER": ",".join(self.served)}
-        part = self._part("config", name, version, ["--port", str(port)], answers(f"{url}/readyz"), **self._common("config"), **own)
+        arguments = ["--port", str(port), *self._lame_duck(version)]
+        part = self._part("config", name, version, arguments, answers(f"{url}/readyz"), **self._common("config"), **own)
         return Unit("config", version, name, [part], url)
 
     def _gateway(self, name: str, version: Version) -> Unit:
         port, metrics = free_port(), free_port()
         ready = f"http://127.0.0.1:{metrics}/readyz"
         own = {"SIE_GATEWAY_METRICS_PORT": str(metrics), "SIE_GATEWAY_HEALTH_MODE": "nats", "READY": ready}
-        part = self._part("gateway", name, version, ["--port", str(port)], answers(ready), **self._common("gateway"), **own)
+        arguments = ["--port", str(port), *self._lame_duck(version)]
+        part = self._part("gateway", name, version, arguments, answers(ready), **self._common("gateway"), **own)
         return Unit("gateway", version, name, [part], f"http://127.0.0.1:{port}")
 
     def _worker(self, name: str, version: Version) -> Unit:
@@ -188,16 +233,21 @@ class Site:
         return [MODEL, *self._models.names]
 
     def log(self) -> str:
-        units = [*self.ended, *itertools.chain(*self.units.values())]
-        return "\n".join(f"== {part.name}\n" + "\n".join(list(part.log)[-60:]) for unit in units for part in unit.parts)
+        return log_of([*self.ended, *itertools.chain(*self.units.values())])
+
+
+def log_of(units: list[Unit]) -> str:
+    return "\n".join(f"== {part.name}\n" + "\n".join(list(part.log)[-60:]) for unit in units for part in unit.parts)
 
 
 class Traffic:
-    """Clients that ask again and again, and one that writes the catalogue. What is not as it must be is in `failures`."""
+    """Clients that ask again and again, and one that writes the catalogue. What is not as it must be is in `failures`; `kept` has, with
+    its time, what clients met that keep their connections to a gateway or config service."""
 
     def __init__(self, site: Site) -> None:
         self.failures: list[str] = []  # in float32 an answer is the same to 1e-4, whatever shared its batch
         self.counts: Counter[str] = Counter()
+        self.kept: list[tuple[float, Component, str]] = []
         self.revision = 0
         self.plain = Load([site.front.url])
         self._site = site
@@ -218,6 +268,10 @@ class Traffic:
         paces = {"sdk": 0.1, "score": 0.1, "extract": 0.1, "large": 1.0}  # seconds between two
         self._tasks = [asyncio.create_task(self._repeat(name, pause_s)) for name, pause_s in paces.items()]
         self._tasks.append(asyncio.create_task(self._write()))
+        keeping: list[tuple[Component, float]] = [("gateway", 0.1), ("gateway", 0.1), ("gateway", 1.5), ("gateway", 1.5)]
+        keeping += [("config", 0.2), ("config", 1.5)]
+        self._tasks += [asyncio.create_task(self._keep(component, pause_s)) for component, pause_s in keeping]
+        self._tasks.append(asyncio.create_task(self._watch()))
         self._tasks += self.plain.start(PLAIN_CLIENTS)
         return self
 
@@ -273,6 +327,51 @@ class Traffic:
                 self.revision += 1
                 self.counts["write"] += 1
             await asyncio.sleep(0.2)
+
+    async def _keep(self, component: Component, pause_s: float) -> None:
+        """Ask over one connection for as long as that is kept."""
+        url = f"http://127.0.0.1:{self._site.connections[component].port}"
+        async with httpx.AsyncClient(base_url=url, timeout=90.0, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+            while not self._stopping:
+                try:
+                    if component == "gateway":
+                        answer = await client.post("/v1/encode/test/mini", json={"items": TEXTS[:1]})
+                    else:
+                        answer = await client.get(f"{MODELS}/{WRITTEN}")
+                    if answer.status_code != 200:
+                        self.kept.append((time.monotonic(), component, f"{answer.status_code} {answer.text}"))
+                    if answer.headers.get("connection") == "close":
+                        self.counts[f"last answers of {component}"] += 1
+                except httpx.TransportError as error:
+                    self.kept.append((time.monotonic(), component, f"{type(error).__name__}: {error}"))
+                self.counts[f"kept to {component}"] += 1
+                await asyncio.sleep(pause_s)
+
+    async def _watch(self) -> None:
+        """A stream that has no end: each is followed until its gateway says that it goes away."""
+        url = f"ws://127.0.0.1:{self._site.connections['gateway'].port}/ws/cluster-status"
+        while not self._stopping:
+            try:
+                async with connect(url, proxy=None) as socket:
+                    while not self._stopping:
+                        await asyncio.wait_for(socket.recv(), WITHIN_S)
+                        self.counts["frames"] += 1
+            except ConnectionClosed as closed:
+                if closed.rcvd is None or closed.rcvd.code != GOING_AWAY:
+                    self.kept.append((time.monotonic(), "gateway", f"a websocket ended with {closed}"))
+                self.counts["websockets that were ended"] += 1
+            except (OSError, TimeoutError, WebSocketException) as error:
+                self.kept.append((time.monotonic(), "gateway", f"websocket: {type(error).__name__}: {error}"))
+                await asyncio.sleep(0.1)
+
+    def errors_of_kept(self, *, lame_ducks: bool) -> list[str]:
+        """What clients met that keep connections, but for what the ends of processes cost them that know no lame duck; or that alone."""
+        found = []
+        for at_s, component, told in self.kept:
+            ends = [end.unit for end in self._site.ends if end.unit.component == component and end.from_s <= at_s <= end.until_s]
+            if any(unit.version is not NEW for unit in ends) != lame_ducks:
+                found.append(f"{at_s:.2f} {component}, kept connection: {told}")
+        return found
 
     async def settled(self) -> None:
         """After a replacement everything was answered again, by every gateway, and each of them has the last write."""
@@ -371,8 +470,13 @@ async def test_upgrade_and_rollback_under_load(site: Site, old: Version, order: 
                         raise AssertionError(f"after {unit.name} was replaced: {error}\n{traffic.failures[:10]}\n{site.log()}") from error
             assert {unit.version for units in site.units.values() for unit in units} == {version}
     refused = [str(answer) for answer in [*site.front.answers, *site.configs.answers] if not 200 <= answer.status < 400]
-    failures = [*traffic.failures, *refused]
+    failures = [*traffic.failures, *refused, *traffic.errors_of_kept(lame_ducks=True)]
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10], *failures[-10:], site.log()])
+    for end in site.ends:
+        if end.unit.version is NEW:
+            seen = site.balancer(end.unit.component).answers
+            assert [each for each in seen if each.backend == end.unit.name and each.at_s > end.from_s], f"{end.unit.name} had no work"
+    assert min(traffic.counts[f"last answers of {component}"] for component in BEHIND_BALANCERS) > 0
     assert not traffic.plain.wrong()
     assert {each.status for each in traffic.plain.outcomes} == {200}
     mixed = ("new", "old") if order[-1] == "worker" else ("old", "new")
@@ -381,4 +485,7 @@ async def test_upgrade_and_rollback_under_load(site: Site, old: Version, order: 
     for config in site.configs.backends.values():
         revisions = await asyncio.to_thread(revisions_at, config)
         assert revisions == list(range(traffic.revision, traffic.revision - len(revisions), -1))
-    print(json.dumps({"requests": len(traffic.plain.outcomes), **traffic.counts, "longest_s": round(traffic.plain.longest_s(), 2)}))
+    without = traffic.errors_of_kept(lame_ducks=False)
+    longest_s = round(traffic.plain.longest_s(), 2)
+    told = {"requests": len(traffic.plain.outcomes), **traffic.counts, "longest_s": longest_s, "errors without lame duck": len(without)}
+    print(json.dumps(told), *without, sep="\n")

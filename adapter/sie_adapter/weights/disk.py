@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,11 +36,23 @@ class Usage(NamedTuple):
 Probe = Callable[[Path], Usage]
 
 
-def usage(folder: Path) -> Usage:
-    """Of the file system of `folder`, or of what will hold it."""
+def usage(folder: Path, limit_bytes: int | None = None) -> Usage:
+    """Of the file system of `folder`, or of what will hold it; with a limit, of so many bytes for what is below `folder`."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = shutil.disk_usage(there)
-    return Usage(found.used, found.free)
+    if limit_bytes is None:
+        return Usage(found.used, found.free)
+    used = sum(_size(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
+    return Usage(used, max(0, min(found.free, limit_bytes - used)))
+
+
+def _size(path: str) -> int:
+    """Bytes of a file; 0 for a link, and for what has gone since it was listed."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:

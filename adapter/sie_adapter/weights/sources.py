@@ -10,6 +10,7 @@ is allowed, which keeps its files and fetches what is missing; without one, it s
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from sie_adapter.failure import load_failed, lora_failed
 from sie_adapter.weights.cache import LocalCache
-from sie_adapter.weights.disk import limited
+from sie_adapter.weights.disk import limited, usage
 from sie_adapter.weights.hub import commit_of, hub_fetch
 from sie_adapter.weights.locks import Lock
 from sie_adapter.weights.progress import Progress
@@ -63,7 +64,8 @@ class WeightSources:
     @classmethod
     def of(cls, settings: Settings) -> WeightSources:
         """The sources that the settings of a process name. Raises SettingError."""
-        cache = limited(settings.cache_folder, settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None)
+        threshold_percent = settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None
+        cache = limited(settings.cache_folder, threshold_percent, functools.partial(usage, limit_bytes=settings.disk_cache_bytes))
         cluster = None
         if settings.cluster_cache:
             from sie_adapter.weights.cluster import ClusterCache

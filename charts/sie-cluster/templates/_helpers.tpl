@@ -30,6 +30,12 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- if and (kindIs "float64" .) (eq . (float64 (int64 .))) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
 {{- end }}
 
+{{/* Bytes of a size in Ki, Mi, Gi or Ti */}}
+{{- define "sie.bytes" -}}
+{{- $unit := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- mul (regexFind "^[0-9]+" .) (get $unit (regexFind "[KMGT]i$" .)) -}}
+{{- end }}
+
 {{/* Lay the second map over the first, which is changed: (list below above). Unlike mergeOverwrite this also lays false, 0 and "" over */}}
 {{- define "sie.overlay" -}}
 {{- $below := index . 0 -}}
@@ -81,7 +87,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- uniq $found | toJson -}}
 {{- end }}
 
-{{/* Seconds that a pod may take to end: above the longest a request may take */}}
+{{/* Seconds that a pod may take to end: above the lame duck and the longest a request may take */}}
 {{- define "sie.grace" -}}
 {{- add (int64 (ceil .Values.gateway.requestTimeoutSeconds)) (int64 .Values.gateway.preStopSeconds) 30 -}}
 {{- end }}
@@ -131,11 +137,11 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- if not $root.Values.nats.enabled -}}
 {{- $servers = required "nats.url: name the servers of your broker, or let the chart bring one with nats.enabled=true" $root.Values.nats.url -}}
 {{- end -}}
-- name: NATS_PASSWORD
+- name: SIE_NATS_URL
+  value: {{ regexReplaceAll "^(nats|tls)://" $servers (printf "${1}://%s@" $user) | quote }}
+- name: SIE_NATS_PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ include "sie.secret" $root }}, key: nats-{{ $user }}}
-- name: SIE_NATS_URL
-  value: {{ regexReplaceAll "^(nats|tls)://" $servers (printf "${1}://%s:$(NATS_PASSWORD)@" $user) | quote }}
 {{- end }}
 
 {{/* Variables of who reads the catalogue from the config service */}}

@@ -224,7 +224,8 @@ async def broker(look: Look) -> Found:
         connection = await look.broker()
     except BrokerUnavailable as error:
         if "authorization" in str(error).lower():
-            fix = "put user and password into SIE_NATS_URL (nats://USER:PASSWORD@HOST:PORT); the chart keeps the operator's in its secret"
+            where = "name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
+            fix = f"{where}; the chart keeps the operator's password in its secret"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
         fix = "start it (`sie serve` brings one along, in Kubernetes it is the StatefulSet of NATS), or set SIE_NATS_URL to where it is"
         return "", [Finding(f"no broker answers at {url}", fix)]
@@ -487,7 +488,7 @@ def _disks(look: Look) -> Found:
 
     settings, findings, seen = look.settings, [], []
     cache = settings.cache_folder
-    used, free = usage(cache)
+    used, free = usage(cache, settings.disk_cache_bytes)
     percent = 100 * used / (used + free) if used + free else 100.0
     seen.append(f"weights {cache} {percent:.0f} % used")
     if percent > settings.disk_pressure_threshold_percent:
@@ -536,7 +537,7 @@ def _held_bytes(folder: Path) -> int:
 
 
 async def clock(look: Look) -> Found:
-    """Wall clocks of this machine and of the gateways, against the broker's."""
+    """Wall clocks of this machine, the gateways, the config service and the workers, against the broker's."""
     from sie_contracts.broker import BrokerError
     from sie_contracts.runtime.clock import BrokerClock
 
@@ -549,20 +550,32 @@ async def clock(look: Look) -> Found:
         await measured.measure()
     except BrokerError as error:
         raise Blind(f"the broker does not tell its time: {error}") from error
-    broker_s, margin_s = measured.now_s() - time.time(), measured.margin_s
-    found = [_clock(f"this machine's clock (host {os.uname().nodename})", -broker_s, margin_s)]
-    found += [
-        _clock(f"the clock of the gateway at {told.url}", told.ahead_s - broker_s, told.margin_s + margin_s)
-        for told in await look.gateways() if told.ahead_s is not None
-    ]  # fmt: skip
-    return f"within {abs(broker_s):.3f} s of the broker's", [each for each in found if each is not None]
+    own_s, margin_s = measured.ahead_s() or 0.0, measured.margin_s
+    clocks = {f"this machine's clock (host {os.uname().nodename})": (own_s, margin_s)}
+    asked = [(f"the gateway at {told.url}", told) for told in await look.gateways()]
+    with contextlib.suppress(Absent, Blind):
+        asked.append(("the config service", await look.config()))
+    clocks |= {
+        f"the clock of {whose}": (told.ahead_s + own_s, told.margin_s + margin_s) for whose, told in asked if told.ahead_s is not None
+    }
+    workers: dict[str, float] = {}
+    unseen = ""
+    try:
+        heard = await look.heard()
+        workers = {name: beat.clock_ahead_s for name, beat in sorted(heard.workers.items()) if beat.clock_ahead_s is not None}
+    except (Absent, Blind):
+        unseen = ", not seen: workers"
+    clocks |= {f"the clock of worker {name}": (ahead_s, 0.0) for name, ahead_s in workers.items()}
+    says = f"{counted(len(clocks), 'clock')} within {max(abs(ahead_s) for ahead_s, _ in clocks.values()):.3f} s of the broker's{unseen}"
+    return says, [_off(whose, ahead_s) for whose, (ahead_s, margin_s) in clocks.items() if abs(ahead_s) - margin_s > CLOCK_S]
 
 
-def _clock(whose: str, ahead_s: float, margin_s: float) -> Finding | None:
-    if abs(ahead_s) - margin_s <= CLOCK_S:
-        return None
+def _off(whose: str, ahead_s: float) -> Finding:
     way = "ahead of" if ahead_s > 0 else "behind"
-    fix = "synchronise that machine: `timedatectl set-ntp true`, then `chronyc makestep`; if all are off, the broker's own"
+    fix = (
+        "synchronise that machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`; if all are off, "
+        "the broker's own"
+    )
     return Finding(f"{whose} is {abs(ahead_s):.1f} s {way} the broker's", fix)
 
 

@@ -231,7 +231,7 @@ class Look:
 
         url = await self.broker_url()
         broker = NatsBroker("sie-doctor")
-        await broker.open(url, CONNECT_S)
+        await broker.open(url, CONNECT_S, self.settings.nats_password)
         self._open = broker
         return broker
 

@@ -58,6 +58,10 @@ class BrokerClock:
         """Seconds since 1970 at the broker, give or take `margin_s`."""
         return self._clock() + self._offset_s
 
+    def ahead_s(self) -> float | None:
+        """This machine's wall clock less the broker's, give or take `margin_s`; None before the first answer."""
+        return None if math.isinf(self.margin_s) else time.time() - self.now_s()
+
     async def measure(self) -> None:
         """Ask SAMPLES times. Raises BrokerError if there is no answer at all; what was measured before stays."""
         samples: list[Sample] = []

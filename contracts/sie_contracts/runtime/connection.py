@@ -8,21 +8,22 @@ from collections.abc import AsyncIterator
 
 from sie_contracts.broker import Broker, BrokerError
 from sie_contracts.runtime.process import Stop, retry
-from sie_contracts.settings import SettingError
+from sie_contracts.settings import Secret, SettingError
 
 _logger = logging.getLogger("sie.broker")
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str | None, name: str, stop: Stop) -> AsyncIterator[Broker | None]:
+async def connected(url: str | None, name: str, stop: Stop, *, password: Secret | None) -> AsyncIterator[Broker | None]:
     """The broker at `url`, closed in the end; None if the process is to end before there is one. Raises SettingError."""
     from sie_contracts.broker.nats import connect
 
     if url is None:
         raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
     broker: Broker | None = await retry(
-        lambda: connect(url, name=name), errors=(BrokerError,), stop=stop, logger=_logger, what="connecting to the broker"
-    )
+        lambda: connect(url, name=name, password=password), errors=(BrokerError,), stop=stop, logger=_logger,
+        what="connecting to the broker",
+    )  # fmt: skip
     try:
         yield broker
     finally:

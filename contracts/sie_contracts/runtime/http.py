@@ -2,6 +2,8 @@
 
 A connection may hold this much and no more: a head of MAX_HEAD_BYTES that is complete within HEAD_S, a response whose client reads some of
 it within WRITE_S, silence for KEEP_ALIVE_S. What never reaches an application is answered in the envelope of all other errors.
+
+    leave ──► each response is the last of its connection, and says so ──► hang_up: what is idle is closed ──► stop
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import re
 import resource
 import secrets
+import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,12 +25,13 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from sie_contracts import __version__
 from sie_contracts.errors import InternalFailure, InvalidInput, NotFound, QueueFull, SIEError, envelope
+from sie_contracts.runtime.metrics import Registry
 from sie_contracts.settings import SettingError
 
 Scope = MutableMapping[str, Any]
@@ -38,11 +43,14 @@ Body = bytes | Iterable[bytes | memoryview]
 WEBSOCKET_MESSAGE_BYTES = 4096  # of what a peer sends: nobody reads it
 KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
 MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers
+MOST_ID_CHARS = 128
 HEAD_S = 10.0
 WRITE_S = 60.0
+STOP_S = 5.0
 TELL_S = 10.0  # between lines in the log about what is refused here
 MAX_FILES = 1 << 16
 SPARE_FILES = 256  # for everything but clients
+MOST_TURNS = 100  # of the event loop, for requests that arrive while connections are closed
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -100,6 +108,12 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
 
 
+class _State(ServerState):
+    """What the connections of a server share."""
+
+    leaving = False
+
+
 class _Cycle(RequestResponseCycle):
     """A response of known length leaves in one write, where uvicorn writes its head and then its body: 20 us of a request's
     335 (bench/results/queue.md).
@@ -107,6 +121,7 @@ class _Cycle(RequestResponseCycle):
     What is unusual (no length, HEAD, a connection that closes, odd headers) is left to uvicorn.
     """
 
+    server_state: _State
     _begun: tuple[bytes, int] | None = None
 
     async def send_500_response(self) -> None:
@@ -114,6 +129,8 @@ class _Cycle(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if not self.response_started:
+            if self.server_state.leaving and not self.more_body:  # to close before a body was read could cost its client the answer
+                self.keep_alive = False  # which uvicorn tells
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
                 self._begun = _head(message["status"], list(message.get("headers", ())))
             if self._begun is None:
@@ -147,6 +164,7 @@ class _Protocol(HttpToolsProtocol):
     It needs no timer for a request whose head arrives in one piece.
     """
 
+    server_state: _State
     _in_head = False
     _head_bytes = 0  # of a head that is not complete, without the piece in which it began
     _piece_bytes = 0
@@ -206,6 +224,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.__class__ = _Cycle
+            self.cycle.server_state = self.server_state  # type: ignore[attr-defined]
 
     def _head_done(self) -> None:
         self._in_head = False
@@ -238,6 +257,20 @@ class _Protocol(HttpToolsProtocol):
             lines += [b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body), body]
             self.transport.write(STATUS_LINE[error.status] + b"".join(lines))
         self.transport.close()
+
+    def shutdown(self) -> None:
+        """uvicorn's, but where something has arrived it is read first: its client believes that it was taken."""
+        if not self.arriving:
+            super().shutdown()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a request has arrived that nobody has begun to read, or its head is not complete."""
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            return False
+        waiting = select.poll()
+        waiting.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return self._in_head or bool(waiting.poll(0))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -292,16 +325,35 @@ class HttpServer:
         config = uvicorn.Config(
             app, loop="none", http=_Protocol, ws=websockets or "none", ws_per_message_deflate=False, ws_max_size=WEBSOCKET_MESSAGE_BYTES,
             lifespan="off", log_config=None, access_log=False, root_path=root_path,
-            timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False, server_header=False, date_header=False, timeout_graceful_shutdown=5,
+            timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False, server_header=False, date_header=False,
         )  # fmt: skip
         self._server = _Server(config)
+        self._server.server_state = self._state = _State()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
-    async def stop(self) -> None:
-        """Close keep-alive connections, wait at most 5 s for running requests, stop listening."""
+    def leave(self) -> None:
+        """From now on each response is the last of its connection and says so. All else goes on."""
+        self._state.leaving = True
+
+    async def hang_up(self) -> None:
+        """`leave`, and close what is idle; websockets are told that this server goes away. A request that has arrived is begun before this
+        returns, one that was begun is answered, and new connections are taken on."""
+        self.leave()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        for _ in range(MOST_TURNS):
+            await asyncio.sleep(0)
+            if not any(isinstance(connection, _Protocol) and connection.arriving for connection in self._state.connections):
+                break
+        await asyncio.sleep(0)  # what was read has its task by now, which begins
+
+    async def stop(self, within_s: float = STOP_S) -> None:
+        """Stop listening, hang up, wait at most so long for running requests and for clients that read their answers."""
+        self.leave()
+        self._server.config.timeout_graceful_shutdown = math.ceil(within_s)
         self._server.should_exit = True
         if self._task is not None:
             await self._task
@@ -320,6 +372,29 @@ def _listen(host: str, port: int) -> socket.socket:
         raise
     listener.setblocking(False)
     return listener
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The headers of a request by their names in lower case; what was sent in several lines is one value, as RFC 9110 joins them."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    if len(headers) < len(scope["headers"]):
+        lines: dict[str, list[str]] = {name: [] for name in headers}
+        for name, value in scope["headers"]:
+            lines[name.decode("latin-1")].append(value.decode("latin-1"))
+        headers = {name: ", ".join(values) for name, values in lines.items()}
+    return headers
+
+
+def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | None) -> list[tuple[bytes, bytes]]:
+    """What every reply says of itself. A client's own id comes back where it has at most MOST_ID_CHARS, all of which can be printed."""
+    given = headers.get("x-request-id", "")
+    client_id = given if 0 < len(given) <= MOST_ID_CHARS and given.isascii() and given.isprintable() else request_id
+    return [
+        *([(b"x-trace-id", trace_id.encode())] if trace_id else []),
+        (b"x-sie-request-id", request_id.encode()),
+        (b"x-request-id", client_id.encode()),
+        (b"x-sie-version", __version__.encode()),
+    ]
 
 
 async def reply(
@@ -346,7 +421,7 @@ async def refuse(send: Send, error: SIEError) -> None:
     await reply(send, error.status, body, "application/json", headers)
 
 
-def probes(not_ready: Callable[[], str | None], registry: CollectorRegistry | None) -> App:
+def probes(not_ready: Callable[[], str | None], registry: Registry | None) -> App:
     """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -361,7 +436,9 @@ def probes(not_ready: Callable[[], str | None], registry: CollectorRegistry | No
         elif path == "/metrics" and registry is not None:
             # text, or OpenMetrics for those who ask for it: Prometheus does, and finds the exemplars there
             encode, content_type = choose_encoder(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
-            await reply(send, 200, encode(registry), content_type)
+            text = encode(registry)
+            registry.scraped()
+            await reply(send, 200, text, content_type)
         else:
             await refuse(send, NotFound("no such path"))
 

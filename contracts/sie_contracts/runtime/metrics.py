@@ -1,9 +1,14 @@
-"""Metrics as processes make them from `metrics_table`: bounded label sets, families that are made when somebody scrapes, exemplars."""
+"""Metrics as processes make them from `metrics_table`: bounded label sets, families that are made when somebody scrapes, exemplars.
+
+    Maker.traffic ◄── met(model) ── what is answered
+         └──► after a scrape, every TURN_S at most: the busiest models get the names of those that were busy once, whose series end
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Generic, TypeVar
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,6 +19,10 @@ from sie_contracts.runtime.tracing import current_trace_id
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
 
+TURN_S = 60.0  # between two looks at who is busiest
+HALF_LIFE_S = 600.0
+KEEPS = 2
+_FORGOTTEN = 0.01
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter and histogram, which nobody asks for
 
 
@@ -21,52 +30,145 @@ class Fold:
     """The label sets of one metric, at most as many as it may have."""
 
     def __init__(self, metric: Metric) -> None:
-        self._metric = metric
+        self._labels = metric.labels
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0  # labels of fixed sets are all there is
+        self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
+        self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
         """These values, or what they are counted as: with `other` for what may be anything, in the last resort for all of them."""
-        if values in self._known:
+        if values in self._known or values in self._folded:
             return values
-        room, labels = self._metric.most - len(self._known), self._metric.labels
-        if room <= self._rest:
-            values = tuple(OTHER if label in FOLDED else value for label, value in zip(labels, values, strict=True))
-            if room <= 1 and values not in self._known:
-                values = (OTHER,) * len(values)
-        self._known.add(values)
+        if len(self._known) < self._most and not (self._rest and OTHER in values):
+            self._known.add(values)
+            return values
+        values = tuple(OTHER if label in FOLDED else value for label, value in zip(self._labels, values, strict=True))
+        if values not in self._folded and len(self._folded) >= self._rest - 1:
+            values = (OTHER,) * len(values)
+        self._folded.add(values)
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
         """Forget all others: what is gone makes room."""
         self._known.intersection_update(present)
+        self._folded.clear()
+
+    def forget(self, values: tuple[str, ...]) -> None:
+        """These make room."""
+        self._known.discard(values)
+
+
+class Traffic:
+    """How much was lately asked of whom. What was asked HALF_LIFE_S ago counts half."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._faded_s = clock()
+        self._met: dict[str, float] = {}
+
+    def met(self, name: str) -> None:
+        self._met[name] = self._met.get(name, 0.0) + 1.0
+
+    def fade(self) -> bool:
+        """Once every TURN_S: true, and what was long ago counts less."""
+        passed_s = self._clock() - self._faded_s
+        if passed_s < TURN_S:
+            return False
+        self._faded_s += passed_s
+        share = 0.5 ** (passed_s / HALF_LIFE_S)
+        self._met = {name: count * share for name, count in self._met.items() if count * share > _FORGOTTEN}
+        return True
+
+    def of(self, name: str) -> float:
+        return self._met.get(name, 0.0)
 
 
 class Labelled(Generic[Child]):
     """The series of a metric with labels."""
 
     def __init__(self, metric: Metric, parent: Child) -> None:
+        self._most = metric.most - metric.rest
+        self._each = metric.each
         self._parent: Child = parent
         self._fold = Fold(metric)
-        self._found: dict[tuple[str, ...], Child] = {}  # of those that were not folded: one look-up on the hot path
+        self._found: dict[tuple[str, ...], Child] = {}  # those that there are: one look-up on the hot path
+        self._named: dict[str, int] = {}  # of a metric with `each`: the first labels that have their names, and how many sets
+        self._waiting: set[str] = set()  # those that were to have one more, since the last turn
+        self._room = self._most  # for sets of those that have no name yet
 
     def labels(self, *values: str) -> Child:
         """The series of these values, in the order of the table, or the one that they are counted in."""
         found = self._found.get(values)
         if found is None:
-            folded = self._fold(values)
-            found = self._parent.labels(*folded)
-            if folded == values:
-                self._found[values] = found
+            folded = self._fold(self._admitted(values) if self._each else values)
+            if self._each and folded != values:
+                self._waiting.add(values[0])
+            found = self._found.get(folded)
+            if found is None:
+                found = self._found[folded] = self._parent.labels(*folded)
+                if folded[0] in self._named:
+                    self._named[folded[0]] += 1
+                    self._room -= self._named[folded[0]] > self._each
         return found
+
+    def _admitted(self, values: tuple[str, ...]) -> tuple[str, ...]:
+        if values[0] not in self._named and values[0] != OTHER:
+            if self._room < self._each:
+                return OTHER, *values[1:]
+            self._named[values[0]] = 0
+            self._room -= self._each
+        return values
+
+    def turn(self, traffic: Traffic) -> None:
+        """Give names to the busiest of those that have one or want one. Who loses his loses his series.
+
+        Who has a name keeps it until another one is KEEPS times as busy.
+        """
+        if not self._waiting:
+            return
+        busy = {name: traffic.of(name) * (KEEPS if name in self._named else 1) for name in {*self._named, *self._waiting}}
+        before, self._named, room = self._named, {}, self._most
+        for name in sorted(busy, key=busy.__getitem__, reverse=True):
+            needed = max(before.get(name, 0), self._each)
+            if room < needed:
+                break
+            self._named[name] = before.get(name, 0)
+            more = self._each if name in before and name in self._waiting else 0  # another endpoint of his
+            room -= needed + min(more, room - needed)
+        self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
+        for values in [values for values in self._found if values[0] not in self._named and values[0] != OTHER]:
+            del self._found[values]
+            self._fold.forget(values)
+            self._parent.remove(*values)
+        self._waiting = set()
+
+
+class Registry(CollectorRegistry):
+    """The metrics of a process."""
+
+    def __init__(self, on_scraped: Callable[[], None]) -> None:
+        super().__init__()
+        self.scraped = on_scraped  # to be called once all of it was told to whoever keeps it
 
 
 class Maker:
-    """Makes the metrics of one process, each once, with `registry`. KeyError for a name that its table does not have."""
+    """Makes the metrics of one process, each once, with `registry`. KeyError for a name that its table does not have.
 
-    def __init__(self, process: Process) -> None:
-        self.registry = CollectorRegistry()
+    `traffic` decides who is told by name.
+    """
+
+    def __init__(self, process: Process, clock: Callable[[], float] = time.monotonic) -> None:
+        self.traffic = Traffic(clock)
+        self.registry = Registry(self._turn)
         self._table = TABLE[process]
+        self._labelled: list[Labelled[Any]] = []
+
+    def _turn(self) -> None:
+        """Right after a scrape: all that was counted for those whose series end is told by then."""
+        if self.traffic.fade():
+            for each in self._labelled:
+                each.turn(self.traffic)
 
     def _of(self, name: str, kind: Kind, *, labelled: bool) -> Metric:
         metric = self._table[name]
@@ -79,7 +181,7 @@ class Maker:
 
     def counters(self, name: str) -> Labelled[Counter]:
         metric = self._of(name, "counter", labelled=True)
-        return Labelled(metric, Counter(name, metric.text, metric.labels, registry=self.registry))
+        return self._kept(Labelled(metric, Counter(name, metric.text, metric.labels, registry=self.registry)))
 
     def gauge(self, name: str) -> Gauge:
         return Gauge(name, self._of(name, "gauge", labelled=False).text, registry=self.registry)
@@ -90,7 +192,11 @@ class Maker:
 
     def histograms(self, name: str) -> Labelled[Histogram]:
         metric = self._of(name, "histogram", labelled=True)
-        return Labelled(metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry))
+        return self._kept(Labelled(metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)))
+
+    def _kept(self, made: Labelled[Child]) -> Labelled[Child]:
+        self._labelled.append(made)
+        return made
 
 
 class Scrape:

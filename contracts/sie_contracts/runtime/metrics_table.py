@@ -1,9 +1,9 @@
 """Every metric of every process, declared once. Processes make theirs from this table; dashboards, alerts and docs/metrics.md are checked
 against it.
 
-`most` bounds the label sets of a metric, whatever is served: a series lives as long as its process, and a process may be asked for ten
-thousand models. The first sets keep their labels; of later ones the labels that FOLDED names are `other`, for which `rest` sets are kept
-free. All series of a process are at most MOST_SERIES together.
+`most` bounds the label sets of a metric, whatever is served: a process may be asked for ten thousand models. What has no room has `other`
+in the labels that FOLDED names, for which `rest` sets are kept free. Of a metric with `each` the busiest values of the first label have
+their names, so many sets each; of any other the sets that came first. All series of a process are at most MOST_SERIES together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ LABELS = {
     "route": "a route of the config service, without the names in its path",
     "side": "served, shadow",
     "status": "of HTTP; 499: the client was gone. Of workers: success, error, queue_full. Of `sie_gateway_workers`: healthy, unhealthy",
-    "unit": "tokens, messages",
     "verdict": "what a result was for its gateway",
     "version": "of the distribution",
     "worker": "the id of a worker",
@@ -65,6 +64,7 @@ class Metric:
     most: int = 1
     rest: int = 1
     buckets: tuple[float, ...] = ()
+    each: int = 0
 
     @property
     def exported(self) -> tuple[str, ...]:
@@ -93,10 +93,10 @@ _GATEWAY = (
     Metric("sie_gateway_provisioning_responses", "counter", "Requests told to wait for a worker that starts"),
     Metric("sie_gateway_reattached", "counter", "Clients that came back to a run of theirs"),
     Metric("sie_gateway_abandoned", "counter", "Runs cancelled because their clients stayed away"),
-    Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48),
+    Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48, each=1),
     Metric(
         "sie_gateway_key_device_seconds", "counter",
-        "Device time of a key: of each batch its share by tokens", ("key",), 48,
+        "Device time of a key: of each batch its share by tokens", ("key",), 48, each=1,
     ),
     # the queue
     Metric(
@@ -124,7 +124,8 @@ _GATEWAY = (
     Metric("sie_gateway_outcomes", "counter", "Chunk results by what became of them", ("verdict",), 12),
     Metric("sie_gateway_inbox_dropped", "counter", "Results dropped unread: the inbox was full"),
     Metric("sie_gateway_unfinished_result_bytes", "gauge", "Held of results of which parts are missing"),
-    Metric("sie_gateway_permits_held", "gauge", "What requests of this gateway have in the queue", ("unit",), 2),
+    Metric("sie_gateway_permits_held_tokens", "gauge", "Tokens that requests of this gateway have in the queue"),
+    Metric("sie_gateway_permits_held_messages", "gauge", "Messages that requests of this gateway have in the queue"),
     Metric("sie_gateway_waiting_bytes", "gauge", "Inputs that wait in this gateway for their turn"),
     Metric("sie_gateway_dlq_events", "counter", "Work given up in all pools, the same at every gateway"),
     Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
@@ -174,9 +175,10 @@ OOM = {
 }
 _WORKER = (
     # chunks: rate, errors, duration
-    Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18),
+    Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, each=2),
     Metric(
-        "sie_request_duration_seconds", "histogram", "Time of a chunk", ("model", "endpoint", "phase"), 84, 6 * _CHUNK_ENDPOINTS, _CHUNK_S
+        "sie_request_duration_seconds", "histogram", "Time of a chunk", ("model", "endpoint", "phase"), 84, 6 * _CHUNK_ENDPOINTS,
+        _CHUNK_S, each=6,
     ),
     Metric("sie_queue_depth", "gauge", "Chunks held and not yet answered", ("model",), 24),
     Metric("sie_deliveries", "counter", "Deliveries taken in", ("redelivered",), 2),
@@ -185,13 +187,13 @@ _WORKER = (
     Metric("sie_dead_letters", "counter", "Work given up, by whether it was kept", ("result",), 2),
     Metric("sie_poisoned_inputs", "counter", "Inputs refused because they ended two adapters"),
     # batches
-    Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS),
+    Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, each=1),
     Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch by those that one may have", (), 1, 1, _SHARES),
     Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
-    Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24),
-    Metric("sie_padding_tokens", "counter", "Positions computed beside the tokens", ("model",), 24),
+    Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, each=1),
+    Metric("sie_padding_tokens", "counter", "Positions computed beside the tokens", ("model",), 24, each=1),
     # the device
-    Metric("sie_device_seconds", "counter", "Time that batches took at the device, of all lanes together", ("model",), 24),
+    Metric("sie_device_seconds", "counter", "Time that batches took at the device, of all lanes together", ("model",), 24, each=1),
     Metric("sie_device_lanes", "gauge", "Batches that the device runs at once, 0 without an adapter"),
     Metric("sie_device_utilization_ratio", "gauge", "How busy the device is, whoever uses it; absent where nothing measures it"),
     Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
@@ -200,8 +202,8 @@ _WORKER = (
     # models
     Metric("sie_model_loaded", "gauge", "1 while the model is resident", ("model", "device"), 24),
     Metric("sie_model_memory_bytes", "gauge", "Measured memory of a resident model", ("model",), 24),
-    Metric("sie_model_loads", "counter", "Loads that ended with a resident model", ("model",), 24),
-    Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16),
+    Metric("sie_model_loads", "counter", "Loads that ended with a resident model", ("model",), 24, each=1),
+    Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16, each=1),
     Metric("sie_model_swaps", "counter", "Models closed to new work for another one's load"),
     Metric("sie_idle_evictions", "counter", "Models unloaded because nobody used them"),
     Metric("sie_certificates", "counter", "Loads by what the checks of the loaded model said", ("result",), 2),

@@ -1,7 +1,7 @@
 """The life of a process: logs configured, signals owned in one place, a stop that chains, an exit status that is true.
 
     start ──► run(main) ──► main(stop) ... SIGTERM or SIGINT sets stop ──► main drains and returns its status
-                                          a second signal ends the process at once
+                                          a second signal cuts a lame duck short, else ends the process at once
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -75,6 +77,7 @@ class _Json(_Plain):
         line.update(_fields(record))
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
+        line["message"] = line["message"].encode(errors="backslashreplace").decode()  # names of files may have bytes that are no text
         return msgspec.json.encode(line).decode()
 
 
@@ -89,12 +92,27 @@ def configure_logging(*, json: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def own_stderr(*, json: bool) -> None:
+    """`configure_logging` of a process of ours, with what Python itself would write there otherwise: warnings, and exceptions that nobody
+    catches, whose messages may quote a client."""
+    configure_logging(json=json)
+    logging.captureWarnings(True)
+    sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
+    threading.excepthook = lambda told: _uncaught(f"thread {told.thread and told.thread.name}", *told[:3])
+
+
+def _uncaught(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is not None:
+        logging.getLogger("sie.process").critical("%s ends by an exception", what, exc_info=(kind, error, trace))
+
+
 class Stop:
     """The wish to end. Every long-lived task waits on it or is cancelled by its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()
+        self._lame: asyncio.Event | None = None  # set: no longer
 
     def request(self) -> None:
         self._event.set()
@@ -114,6 +132,23 @@ class Stop:
             async with asyncio.timeout(seconds):
                 await self._event.wait()
         return self._event.is_set()
+
+    async def lame_duck(self, seconds: float) -> None:
+        """The time between the wish to end and the end, in which a process serves on while balancers learn that it goes."""
+        self._lame = asyncio.Event()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._lame.wait()
+        finally:
+            self._lame = None
+
+    def cut_short(self) -> bool:
+        """End the lame duck; false where there is none."""
+        if self._lame is None:
+            return False
+        self._lame.set()
+        return True
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
         """As `wait_for`, until `waker` is set at most; it is cleared then. One task at a time for each."""
@@ -145,9 +180,10 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
-            if stop.requested:
+            if not stop.requested:
+                stop.request()
+            elif not stop.cut_short():
                 os._exit(128 + number)
-            stop.request()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 MOST_STATE_CHARS = 512  # of a tracestate, as the specification has it at least
 STAGE = "sie.stage"  # of a span that is part of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
 
-_CONTEXT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-([0-9a-f]{2})")
+_CONTEXT = re.compile(
+    r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
+)
+_VERSION = "00"  # of the specification
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _FAULT = 500  # a server's span failed from this status on
 _SAMPLED = 1  # of the flags of a trace context
@@ -60,8 +63,7 @@ def begin_request(
         own = {"http.request.method": told, "sie.request_id": request_id}
         span = tracer.begin(told, context, kind="server", start_ns=ns_before(time.perf_counter() - received_s), attributes=own)
         context = span.context
-    if context.traceparent:
-        set_current(context)
+    set_current(context)  # none, too: a request that was pipelined begins in the task of the one before
     return context, span
 
 
@@ -77,8 +79,13 @@ def end_request(span: Span, what: str, status: int, code: str = "") -> None:
 
 
 def of_headers(traceparent: str, tracestate: str) -> Context:
-    """The context that a client sends; what is none is dropped, as the specification asks."""
-    if not _CONTEXT.fullmatch(traceparent):
+    """The context that a client sends; what is none is dropped, as the specification asks. One of a later version is read as ours."""
+    found = _CONTEXT.fullmatch(traceparent)
+    if found is None:
+        return NONE
+    if found["version"] != _VERSION:
+        traceparent = f"{_VERSION}-{found['ids']}-{_flags(found) & _SAMPLED:02x}"
+    elif found["more"]:
         return NONE
     is_state = len(tracestate) <= MOST_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
     return Context(traceparent, tracestate if is_state else "")
@@ -87,7 +94,11 @@ def of_headers(traceparent: str, tracestate: str) -> Context:
 def trace_id_of(traceparent: str) -> str | None:
     """The trace of a context, 32 hex digits, where it is sampled: of others no collector has one."""
     found = _CONTEXT.fullmatch(traceparent)
-    return found[1] if found is not None and int(found[2], 16) & _SAMPLED else None
+    return found["trace"] if found is not None and _flags(found) & _SAMPLED else None
+
+
+def _flags(found: re.Match[str]) -> int:
+    return int(found["flags"], 16)
 
 
 def set_current(context: Context) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from nats.aio.client import Client
@@ -64,6 +64,9 @@ from sie_contracts.broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transp
 from sie_contracts.broker.tasks import OwnedTasks, expire, guarded
 from sie_contracts.topology import DUPLICATE_WINDOW_S, ConsumerSpec, StreamSpec
 
+if TYPE_CHECKING:
+    from sie_contracts.settings import Secret
+
 log = logging.getLogger("sie.broker")
 _T = TypeVar("_T")
 
@@ -73,14 +76,16 @@ _CLOSE_TIMEOUT_S = 2.0
 _SEND_BUFFER_BYTES = 64 << 20
 
 
-async def connect(url: str, *, name: str, timeout_s: float = 10.0) -> Broker:
+async def connect(url: str, *, name: str, timeout_s: float = 10.0, password: Secret | None = None) -> Broker:
     """Connect to `url` (several servers of a cluster: joined by commas), under `name` in the server's list of connections.
+
+    `password` is that of a user whom `url` names without one.
 
     Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever: a lost one is noticed within 15 s
     at a silent peer, at once otherwise, and tried again every 0.1 to 1 s. The credentials of `url` appear in no log and no error.
     """
     broker = NatsBroker(name)
-    await broker.open(url, timeout_s)
+    await broker.open(url, timeout_s, password)
     return broker
 
 
@@ -109,8 +114,8 @@ class NatsBroker:
 
     # ---- connection
 
-    async def open(self, url: str, timeout_s: float) -> None:
-        servers, credentials = split(url)
+    async def open(self, url: str, timeout_s: float, password: Secret | None = None) -> None:
+        servers, credentials = split(url, password)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while True:

@@ -6,10 +6,13 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from nats.aio.transport import TcpTransport
+
+if TYPE_CHECKING:
+    from sie_contracts.settings import Secret
 
 log = logging.getLogger("sie.broker")
 
@@ -45,8 +48,11 @@ class Transport(TcpTransport):  # type: ignore[misc]
             log.debug("a connection ended with %r", closed.exception())
 
 
-def split(url: str) -> tuple[list[str], dict[str, str]]:
-    """Server addresses without credentials, and the credentials for all of them (discovered servers are announced without)."""
+def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
+    """Server addresses without credentials, and the credentials for all of them (discovered servers are announced without).
+
+    `password` is that of a user whom the URL names without one. Without it a lone name is a token.
+    """
     servers: list[str] = []
     credentials: dict[str, str] = {}
     for part in url.split(","):
@@ -61,6 +67,8 @@ def split(url: str) -> tuple[list[str], dict[str, str]]:
         servers.append(f"{parsed.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         if parsed.username and parsed.password is not None:
             credentials = {"user": unquote(parsed.username), "password": unquote(parsed.password)}
+        elif parsed.username and password is not None:
+            credentials = {"user": unquote(parsed.username), "password": password.reveal()}
         elif parsed.username:
             credentials = {"token": unquote(parsed.username)}
     return servers, credentials

@@ -1,0 +1,164 @@
+"""The end of a gateway or config service behind a balancer of connections, as a Kubernetes Service is: clients keep theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+from cluster import until
+from stack import Device, Plan, Stack
+from tcp_proxy import TcpProxy
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+LAME_DUCK_S = 8.0
+LEARNS_S = 1.0  # until the balancer knows
+WITHIN_S = 60.0
+PATH = "/v1/encode/toy/one"
+ENTRY = "/v1/configs/models/toy/one"
+ADMIN = {"Authorization": "Bearer admin"}
+TEXTS = {"items": ["hello"]}
+WIDTH = 4096
+MANY = {"items": ["hello"] * 300}  # its answer is larger than sockets hold
+
+
+class Client:
+    """Asks again and again over a connection that it keeps. `errors` is all that was not answered with 200."""
+
+    def __init__(self, url: str, pause_s: float) -> None:
+        self.errors: list[str] = []
+        self.answered = 0
+        self.stopping = False
+        self._url = url
+        self._pause_s = pause_s
+
+    async def run(self) -> None:
+        async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=30) as http:
+            while not self.stopping:
+                try:
+                    answer = await http.post(PATH, json=TEXTS)
+                    if answer.status_code != 200:
+                        self.errors.append(f"{time.monotonic():.2f} {answer.status_code} {answer.json()['error']['code']}")
+                except httpx.TransportError as error:
+                    self.errors.append(f"{time.monotonic():.2f} {type(error).__name__}: {error}")
+                self.answered += 1
+                await asyncio.sleep(self._pause_s)
+
+
+async def slowly(url: str, begun: asyncio.Event, seconds: float) -> int:
+    """Read a large answer for at least so long, then use its connection again. Bytes of the large one."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_connections=1)) as http:
+        size, started_s = 0, time.monotonic()
+        async with http.stream("POST", PATH, json=MANY, headers={"accept": "application/vnd.apache.arrow.stream"}) as answer:
+            assert answer.status_code == 200
+            async for piece in answer.aiter_bytes(1 << 17):
+                size += len(piece)
+                begun.set()
+                if time.monotonic() - started_s < seconds:
+                    await asyncio.sleep(0.2)
+        again = await http.post(PATH, json=TEXTS)
+        assert again.status_code == 200, again.text
+        return size
+
+
+async def frames_until_closed(socket: ClientConnection) -> tuple[int, int]:
+    """How many frames came, and the code of the close that ended them."""
+    count = 0
+    try:
+        while True:
+            await socket.recv()
+            count += 1
+    except ConnectionClosed as closed:
+        return count, closed.rcvd.code if closed.rcvd is not None else 0
+
+
+async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> None:
+    """P3: 1. clients keep connections to both gateways, busy and slow ones, and read long answers; 2. one gateway gets SIGTERM, and the
+    balancer learns of it a second later; 3. it serves on, unready, the next answer on each connection says that it is the last, then it
+    ends with 0: every request of every client was answered."""
+    with Stack(tmp_path, Plan(gateways=2, workers=(Device(width=WIDTH),))) as stack:
+        ending = stack.gateways[0]
+        ending.stop()
+        ending.start("--lame-duck-s", str(LAME_DUCK_S))
+        ending.wait_ready()
+        ports = [int(url.rpartition(":")[2]) for url in stack.urls]
+        turns = itertools.count()
+        async with TcpProxy(lambda: ports[next(turns) % len(ports)]) as balancer:
+            url = f"http://127.0.0.1:{balancer.port}"
+            clients = [Client(url, pause_s) for pause_s in (0.05, 0.05, 0.05, 0.05, 1.5, 1.5)]
+            running = [asyncio.create_task(client.run()) for client in clients]
+            lasting_s = (1.0, 1.0, LAME_DUCK_S + 2, LAME_DUCK_S + 2)  # some end while the gateway serves on, some later
+            begun = [asyncio.Event() for _ in lasting_s]
+            streams = [asyncio.create_task(slowly(url, *each)) for each in zip(begun, lasting_s, strict=True)]
+            await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), WITHIN_S)
+            async with (
+                connect(f"{stack.urls[0].replace('http', 'ws')}/ws/cluster-status") as socket,
+                httpx.AsyncClient(base_url=stack.urls[0], trust_env=False, timeout=30) as direct,
+                httpx.AsyncClient(base_url=stack.urls[0], trust_env=False, timeout=30) as idle,
+            ):
+                watching = asyncio.create_task(frames_until_closed(socket))
+                assert "connection" not in (await direct.post(PATH, json=TEXTS)).headers
+                assert (await idle.post(PATH, json=TEXTS)).status_code == 200
+                os.kill(ending.pid, signal.SIGTERM)
+                await asyncio.to_thread(until, lambda: httpx.get(f"{stack.urls[0]}/readyz").status_code == 503, WITHIN_S, "unready")
+                answer = await direct.post(PATH, json=TEXTS)
+                assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+                for base in (stack.urls[0], stack.metrics_urls[0]):
+                    probe = await direct.get(f"{base}/healthz")
+                    assert (probe.status_code, probe.headers["connection"]) == (200, "close")
+                await asyncio.sleep(LEARNS_S)
+                ports[:] = ports[1:]
+                frames, code = await watching
+                assert (frames > 1, code) == (True, 1001)
+            sizes = await asyncio.wait_for(asyncio.gather(*streams), WITHIN_S)
+            assert len(set(sizes)) == 1
+            await asyncio.to_thread(until, lambda: not ending.alive, WITHIN_S, "the end of the gateway")
+            for client in clients:
+                client.stopping = True
+            await asyncio.gather(*running)
+        assert ending.status == 0, "\n".join(ending.log)
+    assert all(client.answered > 1 for client in clients)
+    assert [client.errors for client in clients] == [[]] * len(clients)
+
+
+async def test_a_config_service_that_ends_answers_what_comes_and_finishes_what_it_has(tmp_path: Path) -> None:
+    """P1, P3: 1. SIGTERM: unready, and it answers, each connection once more; 2. half of a write has arrived, and the next SIGTERM cuts its
+    time short: it accepts nothing more; 3. the other half arrives: it is written, and the process ends with 0."""
+    with Stack(tmp_path, Plan(workers=(), gateways=0, environ={"SIE_ADMIN_TOKEN": "admin"})) as stack:
+        config, port = stack.config, int(stack.config_url.rpartition(":")[2])
+        config.stop()
+        config.start("--lame-duck-s", "600")
+        config.wait_ready()
+        body = b'{"max_tokens": 256}'
+        head = f"PATCH {ENTRY} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer admin\r\ncontent-length: {len(body)}\r\n\r\n"
+        async with httpx.AsyncClient(base_url=stack.config_url, trust_env=False, timeout=30, headers=ADMIN) as client:
+            assert "connection" not in (await client.get(ENTRY)).headers
+            os.kill(config.pid, signal.SIGTERM)
+            await asyncio.to_thread(until, lambda: httpx.get(f"{stack.config_url}/readyz").status_code == 503, WITHIN_S, "unready")
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode() + body[:5])
+            for _ in range(2):
+                answer = await client.get(ENTRY)
+                assert (answer.status_code, answer.headers["connection"], answer.json()["max_tokens"]) == (200, "close", 512)
+            os.kill(config.pid, signal.SIGTERM)
+            await asyncio.to_thread(until, lambda: not _accepts(port), WITHIN_S, "nothing to be accepted")
+            writer.write(body[5:])
+            written = await asyncio.wait_for(reader.read(), WITHIN_S)
+            assert b" 200 " in written.partition(b"\r\n")[0], written
+            writer.close()
+            await asyncio.to_thread(until, lambda: not config.alive, WITHIN_S, "the end of the config service")
+            assert config.status == 0, "\n".join(config.log)
+            config.start()
+            config.wait_ready()
+            assert (await client.get(ENTRY)).json()["max_tokens"] == 256
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,102 @@
+"""A field whose name is misspelt is named, with the name that was meant: where another is missing for it, where it means nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_adapter import toy_entry
+from inprocess import GatewayProcess, InProcess
+
+from sie_contracts.names import did_you_mean
+
+ONE = "toy/text"  # of a family that we know: the options of another are its own matter
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
+    async with InProcess(tmp_path) as cluster:
+        cluster.source.put(toy_entry(ONE, family="text-encoder", run={"pooling": "mean"}))
+        cluster.source.put(toy_entry("toy/score", family="cross-encoder", outputs={"score": 0}))
+        gateway = await cluster.gateway()
+        await cluster.sidecar()
+        yield gateway
+
+
+async def refused(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> dict[str, Any]:
+    """The error, which is the same of a body in msgpack."""
+    told = []
+    for encode, kind in ((msgspec.json.encode, "application/json"), (msgspec.msgpack.encode, "application/msgpack")):
+        answer = await gateway.client.post(path, content=encode(body), headers={"content-type": kind, **headers})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        told.append({key: value for key, value in error.items() if key != "request_id"})
+    assert told[0] == told[1]
+    return told[0]
+
+
+@pytest.mark.parametrize("route", ["encode", "score", "extract"])
+@pytest.mark.parametrize(("field", "meant"), [
+    ("itmes", "; did you mean `items`?"), ("item", "; did you mean `items`?"), ("Items", "; did you mean `items`?"), ("documents", ""),
+])  # fmt: skip
+async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, route: str, field: str, meant: str) -> None:
+    """E6: with a body that has only it, and beside others."""
+    for body in ({field: ["secret"]}, {"params": {}, "query": "secret", field: ["secret"], "labels": ["secret"]}):
+        error = await refused(gateway, f"/v1/{route}/{ONE}", body)
+        assert (error["code"], error["reason"], error["param"]) == ("INVALID_INPUT", "empty_items", "items")
+        assert error["message"] == f"items: expected at least one item; unknown field `{field}`{meant}"
+
+
+async def test_no_field_is_blamed_where_none_is_unknown(gateway: GatewayProcess) -> None:
+    for body in ({}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]}):
+        assert (await refused(gateway, f"/v1/encode/{ONE}", body))["message"] == "items: expected at least one item"
+
+
+async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: GatewayProcess) -> None:
+    error = await refused(gateway, "/v1/score/toy/score", {"qurey": "secret", "items": ["secret"]})
+    assert error["message"] == "query: expected a map or a string, got null; unknown field `qurey`; did you mean `query`?"
+    error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{"id": "1", "txet": "secret"}]})
+    assert (error["reason"], error["param"]) == ("empty_item", "items[0].text")
+    assert error["message"].endswith("text: expected str, got null; unknown field `txet`; did you mean `text`?")
+
+
+@pytest.mark.parametrize(("body", "path", "meant"), [
+    ({"paramz": {"truncate": "NONE"}}, "paramz", "params"), ({"outputtypes": ["dense"]}, "outputtypes", "output_types"),
+    ({"params": {"isquery": True}}, "params.isquery", "is_query"), ({"params": {"option": {}}}, "params.option", "options"),
+    ({"options": {"trunkate": "END"}}, "options.trunkate", "truncate"), ({"colour": "red"}, "colour", ""),
+])  # fmt: skip
+async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
+    gateway: GatewayProcess, body: dict[str, Any], path: str, meant: str
+) -> None:
+    """E6: contract 5.3."""
+    end = f"; did you mean `{meant}`?" if meant else ""
+    answer = await gateway.client.post(f"/v1/encode/{ONE}", json={"items": [{"text": "a", "note": 1}], **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["warnings"] == [f"{path}: ignored, no such option of {ONE} here{end}"]
+    error = await refused(gateway, f"/v1/encode/{ONE}", {"items": ["a"], **body}, **{"x-sie-strict": "true"})
+    assert (error["reason"], error["param"], error["message"]) == ("unknown_option", path, f"{path}: no such option of {ONE} here{end}")
+
+
+async def test_bodies_that_are_not_inference_are_strict(gateway: GatewayProcess) -> None:
+    answer = await gateway.client.post("/v1/pools", json={"name": "p", "gpu": {"cpu": 1}})
+    assert (answer.status_code, answer.json()["message"]) == (400, "gpu: no such field; did you mean `gpus`?")
+    answer = await gateway.client.post("/v1/configs/resolve", json={"modle": ONE})
+    assert (answer.status_code, answer.json()["message"]) == (400, "modle: no such field; did you mean `model`?")
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/embeddings", {"input": "a"}), ("/v2/embed", {"texts": ["a"], "input_type": "search_query"}), ("/embed", {"inputs": "a"}),
+])  # fmt: skip
+async def test_clients_of_other_families_may_send_more_than_we_know(gateway: GatewayProcess, path: str, body: dict[str, Any]) -> None:
+    answer = await gateway.client.post(path, json={"model": ONE, **body, "itmes": ["a"], "paramz": {}, "user": "u"})
+    assert answer.status_code == 200, answer.text
+    assert "itmes" not in answer.text
+
+
+def test_only_what_is_like_a_name_was_meant() -> None:
+    names = {"items", "query", "params"}
+    assert [did_you_mean(name, names) for name in ("x" * 100_000, "", "texts")] == ["", "", ""]
+    assert did_you_mean("PARAM", names) == "; did you mean `params`?"
