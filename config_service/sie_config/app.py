@@ -38,6 +38,7 @@ from sie_contracts.errors import (
     QueueUnavailable,
     SIEError,
 )
+from sie_contracts.names import did_you_mean
 from sie_contracts.runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_contracts.runtime.tracing import begin_request, end_request
 from sie_contracts.settings import Settings
@@ -91,9 +92,10 @@ class ConfigService:
         """Do one write and answer it."""
         self.require()
         assert self.writer is not None
+        dry_run, force = _flags(request, "dry_run", "force")
         answered = await self.writer.write(Asked(
-            operation, model, edit, digest_of(operation.encode(), model.encode(), body), _key(request), _if_match(request),
-            _flag(request, "dry_run"), profiles, _flag(request, "force"),
+            operation, model, edit, digest_of(operation.encode(), model.encode(), body), _key(request), _if_match(request), dry_run,
+            profiles, force,
         ))  # fmt: skip
         status = 201 if answered.created and not answered.replayed else 200
         return _json(answered.body, {"ETag": f'"{answered.body["revision"]}"'}, status)
@@ -275,11 +277,17 @@ def _if_match(request: Request) -> int | None:
     return int(text)
 
 
-def _flag(request: Request, name: str) -> bool:
-    given = request.query_params.get(name, "false")
-    if given not in ("true", "false"):
-        raise InvalidInput(f"{name}: expected true or false, got {given[:60]!r}", reason="schema", param=name)
-    return given == "true"
+def _flags(request: Request, *names: str) -> list[bool]:
+    """Those of a write's address. Any other parameter is refused: a misspelt `dry_run` would write."""
+    for name in request.query_params:
+        if name not in names:
+            message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"
+            raise InvalidInput(message, reason="schema", param=name[:60])
+    found = [request.query_params.get(name, "false") for name in names]
+    for name, given in zip(names, found, strict=True):
+        if given not in ("true", "false"):
+            raise InvalidInput(f"{name}: expected true or false, got {given[:60]!r}", reason="schema", param=name)
+    return [given == "true" for given in found]
 
 
 async def _on_gone(_request: Request, _error: Exception) -> Response:

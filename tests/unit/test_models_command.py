@@ -331,6 +331,7 @@ CALLS: dict[str, tuple[str, str, dict[str, str], bytes, int, tuple[str, ...]]] =
     "a long key": ("DELETE", "/models/org/one", {"Idempotency-Key": "k" * 256}, b"", 400, ("Idempotency-Key: expected at most 255",)),
     "no revision": ("DELETE", "/models/org/one", {"If-Match": "*"}, b"", 400, ("If-Match: expected the number of a revision", "'*'")),
     "no flag": ("DELETE", "/models/org/one?dry_run=1", {}, b"", 400, ("dry_run: expected true or false, got '1'",)),
+    "no such flag": ("DELETE", "/models/org/one?dryrun=true", {}, b"", 400, ("dryrun: no such parameter", "did you mean `dry_run`?")),
     "no map": ("PATCH", "/models/org/one", {}, b"[]", 422, ("$: expected a map, got list",)),
     "no revision to go to": ("POST", "/models/org/one/rollback", {}, b"{}", 422, ("$.revision: expected {revision: N}", "/history lists")),
     "a reserved id": ("POST", "/models", {}, b'{"id": "a/status"}', 422, ("missing field",)),
