@@ -1455,6 +1455,7 @@ async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptu
     with caplog.at_level(logging.DEBUG), pytest.raises(BrokerUnavailable) as refusal:
         await connect(f"nats://user:canary@127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
     assert "canary" not in caplog.text + str(refusal.value)
+    assert "for good" not in caplog.text  # the caller tries again
     with pytest.raises(ValueError, match="port") as malformed:
         await connect("nats://user:canary@host:port", name="test")
     assert "canary" not in str(malformed.value)

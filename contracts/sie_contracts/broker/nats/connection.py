@@ -98,6 +98,7 @@ class NatsBroker:
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
+        self._opened = False  # ever
         self._live = False
         self._closed = False
         self._up = asyncio.Event()
@@ -135,7 +136,7 @@ class NatsBroker:
             await asyncio.sleep(FIRST_RETRY_S)
         self._failed_attempts = 0
         self.max_payload = self._client.max_payload
-        self._live = True
+        self._opened = self._live = True
         self._up.set()
         self.own(self._run_reconnect_handlers(), "reconnect handlers")
 
@@ -255,7 +256,7 @@ class NatsBroker:
         self._reconnected.set()
 
     async def _on_closed(self) -> None:
-        if not self._closed:
+        if self._opened and not self._closed:  # else it is an attempt that failed, which `open` tells
             log.critical("%s: the connection is closed for good: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
