@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import os
 import resource
 import secrets
@@ -20,12 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 import httpx
 import msgspec
 
+from sie_cli.data_dir import DataDir, default_data_dir, socket_path
 from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
 from sie_cli.supervisor import Child, Supervisor
@@ -40,11 +40,6 @@ DRAIN = "Longest wait for requests in progress at the end, seconds."
 LAME_DUCK = "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn that it goes."
 SPARE = "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a worker)."
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
-
-
-def default_data_dir() -> Path:
-    base = os.path.expanduser("~/.local/share")
-    return Path(base) / "sie"
 
 
 @dataclass(frozen=True)
@@ -102,35 +97,6 @@ def serve(
             sys.exit(asyncio.run(_Serve(plan).run()))
     except SettingError as error:
         refuse(error)
-
-
-class DataDir:
-    """The data directory, held by one `sie serve` at a time. Its `run`, where the sockets are, is private to its user."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock: TextIO | None = None
-
-    def __enter__(self) -> DataDir:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.mkdir(mode=0o700, exist_ok=True)  # one that was there keeps its mode: it may be anything
-            run = self._path / "run"
-            run.mkdir(mode=0o700, exist_ok=True)
-            run.chmod(0o700)
-            self._lock = (self._path / "lock").open("w")
-        except OSError as error:
-            raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise SettingError("--data-dir", f"{self._path} is in use by another sie serve; name another one") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.close()
 
 
 class _Output:
@@ -229,7 +195,7 @@ class _Serve:
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first four."""
         plan, settings = self._plan, self._plan.settings
-        sockets = [str(plan.data_dir / "run" / f"worker-{number}.sock") for number in range(plan.workers)]
+        sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
         for path in sockets:
             BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
         spare = [] if plan.spare else ["--no-spare"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from sie_cli.data_dir import socket_path
 from sie_cli.options import loaded, refuse, settings_options
 from sie_config.process import prepare
 from sie_config.reload import Reload
@@ -96,7 +97,7 @@ def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
     for number in range(count):
         port = settings.worker_metrics_port
         own: dict[str, Any] = {
-            "ipc_socket_path": str(data_dir / "run" / f"worker-{number}.sock"), "worker_metrics_port": port + number if port else 0
+            "ipc_socket_path": str(socket_path(data_dir, number)), "worker_metrics_port": port + number if port else 0
         }  # fmt: skip
         if count > 1:
             own["worker_id"] = f"{settings.worker_id or 'worker'}-{number}"

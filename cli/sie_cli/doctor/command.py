@@ -13,6 +13,7 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from sie_cli.data_dir import default_data_dir
 from sie_cli.display import counted
 from sie_cli.doctor.checks import CHECKS, PROBE_S, Check, Finding, check_settings, faults_of
 from sie_cli.doctor.look import Absent, Blind, Look, looking
@@ -54,8 +55,6 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """
-    from sie_cli.serve import default_data_dir
-
     logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # what matters of it is a finding
     values.pop("failpoints", None)
     reports = asyncio.run(examined(flags_of(values), os.environ, (data_dir or default_data_dir()).absolute()))

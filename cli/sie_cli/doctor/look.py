@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 import msgspec
 
+from sie_cli.data_dir import sockets_folder
 from sie_cli.options import GATEWAY, gateway_token
 from sie_contracts import ipc, messages, topology
 from sie_contracts.messages import ConfigEpoch, GatewayBeat, Heartbeat
@@ -287,7 +288,7 @@ class Look:
         return list(await asyncio.gather(*map(ask_socket, found)))
 
     def _socket_paths(self) -> list[Path]:
-        named, run = Path(self.settings.ipc_socket_path), self.data_dir / "run"
+        named, run = Path(self.settings.ipc_socket_path), sockets_folder(self.data_dir)
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
             raise Blind(f"{run} belongs to another user: run as the one of `sie serve`")
         found = [named] if self.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []

@@ -1,0 +1,44 @@
+"""The data directory of `sie serve`."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sie_cli.data_dir import MOST_SOCKET_BYTES, DataDir, socket_path, sockets_folder
+from sie_contracts.settings import SettingError
+
+LONG = "a-home-with-a-rather-long-name" * 4
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files, after pytest has made its own there."""
+    with tempfile.TemporaryDirectory(prefix="sie-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_sockets_are_in_the_data_directory_where_their_path_may_be_that_long(temporary: Path) -> None:
+    assert socket_path(Path("/var/lib/sie"), 0) == Path("/var/lib/sie/run/worker-0.sock")
+
+
+def test_sockets_of_a_long_path_are_elsewhere_private_and_not_left_behind(temporary: Path, tmp_path: Path) -> None:
+    path = tmp_path / LONG
+    with DataDir(path):
+        folder = sockets_folder(path)
+        assert (folder.parent, stat.S_IMODE(folder.stat().st_mode)) == (temporary, 0o700)
+        assert len(str(socket_path(path, 999))) <= MOST_SOCKET_BYTES
+        assert sockets_folder(tmp_path / (LONG + "-of-another")) != folder
+    assert not folder.exists()
+
+
+def test_a_folder_that_somebody_put_there_is_refused(temporary: Path, tmp_path: Path) -> None:
+    path = tmp_path / LONG
+    sockets_folder(path).symlink_to(tmp_path)
+    with pytest.raises(SettingError, match="name a directory with a shorter path"), DataDir(path):
+        pytest.fail("it was taken")
