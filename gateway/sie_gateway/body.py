@@ -126,12 +126,10 @@ def query(body: Mapping[str, Any]) -> Item:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> str:
-    """What a message ends with that `name` is missing: an unknown field that is like it, or the first unknown one."""
-    unknown = [str(key)[:MOST_KEY] for key in itertools.islice((key for key in body if key not in known), MOST_KEYS)]
-    if not unknown:
-        return ""
-    found = min(unknown, key=lambda key: not did_you_mean(key, (name,)))
-    return f"; unknown field `{found}`{did_you_mean(found, (name,))}"
+    """What a message ends with that `name` is missing: the unknown field that is like it. Any other may be content, which no error
+    repeats."""
+    unknown = (str(key)[:MOST_KEY] for key in itertools.islice((key for key in body if key not in known), MOST_KEYS))
+    return next((f"; unknown field `{key}`{meant}" for key in unknown if (meant := did_you_mean(key, (name,)))), "")
 
 
 _ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from sie_contracts import ipc
@@ -46,6 +46,9 @@ class Desk(Protocol):
     """What preparing needs of the worker that holds the work."""
 
     pulling: Pulling
+
+    def load(self, names: Iterable[str]) -> None:
+        """Load these, each a model or model:profile, beside everything else."""
 
     def take_in_hand(self, arrived: list[Held]) -> None:
         """These are not among what has arrived any more."""
@@ -121,6 +124,8 @@ class Preparing:
             groups: dict[tuple[str | int, ...], list[Held]] = defaultdict(list)
             for held in arrived:
                 if held.item.payload:
+                    # its model's load waits for no store: what can run now may be behind it
+                    self._desk.load([f"{held.item.model}:{held.item.profile}"])
                     self._work.start(self._fetch(held), "fetch")
                     continue
                 item, options = held.item, held.item.options

@@ -181,11 +181,12 @@ class Worker:
         if self._link.connected and self.pool is not None:
             self.load(self.assignment.ahead())
 
-    def load(self, models: Iterable[str]) -> None:
-        """Load these without any work, beside everything else; what cannot be loaded is told in the log."""
-        for model in models:
+    def load(self, names: Iterable[str]) -> None:
+        """Load these, each a model or model:profile, beside everything else, before work needs them; what cannot be loaded is told in the
+        log."""
+        for name in names:
             with contextlib.suppress(ModelNotFound, BundleConflict):  # this worker's catalogue lags, or another one's did
-                hosted = self.hosting.of(self._feed.catalogue.resolve(model))
+                hosted = self.hosting.of(self._feed.catalogue.resolve(name))
                 self._work.start(self._load(hosted), "load ahead")
 
     async def _load(self, hosted: Hosted) -> None:

@@ -39,19 +39,17 @@ async def refused(gateway: GatewayProcess, path: str, body: Any, **headers: str)
 
 
 @pytest.mark.parametrize("route", ["encode", "score", "extract"])
-@pytest.mark.parametrize(("field", "meant"), [
-    ("itmes", "; did you mean `items`?"), ("item", "; did you mean `items`?"), ("Items", "; did you mean `items`?"), ("documents", ""),
-])  # fmt: skip
-async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, route: str, field: str, meant: str) -> None:
+@pytest.mark.parametrize("field", ["itmes", "item", "Items"])
+async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, route: str, field: str) -> None:
     """E6: with a body that has only it, and beside others."""
     for body in ({field: ["secret"]}, {"params": {}, "query": "secret", field: ["secret"], "labels": ["secret"]}):
         error = await refused(gateway, f"/v1/{route}/{ONE}", body)
         assert (error["code"], error["reason"], error["param"]) == ("INVALID_INPUT", "empty_items", "items")
-        assert error["message"] == f"items: expected at least one item; unknown field `{field}`{meant}"
+        assert error["message"] == f"items: expected at least one item; unknown field `{field}`; did you mean `items`?"
 
 
-async def test_no_field_is_blamed_where_none_is_unknown(gateway: GatewayProcess) -> None:
-    for body in ({}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]}):
+async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
+    for body in ({"secret": 1}, {}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]}):
         assert (await refused(gateway, f"/v1/encode/{ONE}", body))["message"] == "items: expected at least one item"
 
 
