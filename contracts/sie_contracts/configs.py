@@ -86,10 +86,12 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         raise InvalidInput("body: not JSON", reason="malformed", param="body") from None
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
-    if unknown := sorted(body.keys() - {"model", "bundle"}):
-        field = unknown[0][:60]
-        meant = did_you_mean(field, ("model", "bundle")) or "; there are model and bundle"
-        raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
+    if others := sorted(body.keys() - {"model", "bundle"}):
+        field = others[0][:60]
+        if meant := did_you_mean(field, ("model", "bundle")):
+            raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
+        # it may be content, which no error repeats
+        raise InvalidInput("body: expected model and bundle, got another field too", reason="schema", param="body")
     model, bundle = body.get("model"), body.get("bundle")
     if not isinstance(model, str) or not model:
         raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")

@@ -49,7 +49,8 @@ async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, r
 
 
 async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
-    for body in ({"secret": 1}, {}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]}):
+    others = ({}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]})
+    for body in ({"secret": 1}, *others):
         assert (await refused(gateway, f"/v1/encode/{ONE}", body))["message"] == "items: expected at least one item"
 
 
