@@ -142,7 +142,7 @@ READS_HOME = {
     "adapter/sie_adapter/weights/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",
-    "cli/sie_cli/serve.py": "the default data directory",
+    "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/models.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/weights.py": "~ in a folder that is named on the command line",
 }
