@@ -23,6 +23,7 @@ import msgspec
 from sie_cli.display import counted, size
 from sie_cli.options import GATEWAY, gateway_token, loaded, refuse
 from sie_contracts.settings import public_url
+from sie_contracts.status import QueueInfo
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -72,18 +73,6 @@ class Sums(msgspec.Struct, frozen=True):
     total_qps: float
 
 
-class QueueRow(msgspec.Struct, frozen=True):
-    """What the broker holds of a lane and priority, or of a model there: see `sie_gateway.status.QueueInfo`."""
-
-    pool: str
-    machine_profile: str
-    bundle: str
-    priority: str
-    messages: int
-    oldest_s: float
-    model: str = ""
-
-
 class Frame(msgspec.Struct, frozen=True):
     """What a gateway tells each second. The queues are None while it does not know them."""
 
@@ -92,8 +81,8 @@ class Frame(msgspec.Struct, frozen=True):
     cluster: Sums
     workers: list[WorkerRow]
     models: list[ModelRow]
-    queues: list[QueueRow] | None = None
-    model_queues: list[QueueRow] | None = None
+    queues: list[QueueInfo] | None = None
+    model_queues: list[QueueInfo] | None = None
 
 
 @dataclass
@@ -104,7 +93,7 @@ class Queued:
     bulk: int = 0
     oldest_s: float = 0.0
 
-    def add(self, row: QueueRow) -> None:
+    def add(self, row: QueueInfo) -> None:
         self.messages += row.messages
         self.bulk += row.messages if row.priority == "bulk" else 0
         self.oldest_s = max(self.oldest_s, row.oldest_s)

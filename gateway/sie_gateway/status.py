@@ -29,6 +29,7 @@ from sie_contracts.runtime.http import Receive, Scope, Send
 from sie_contracts.runtime.process import Stop
 from sie_contracts.runtime.websocket import Frames, check_origin
 from sie_contracts.settings import Settings, public_url
+from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet
 from sie_gateway.lag import Labels, Lag
 from sie_gateway.peers import Peers
@@ -83,18 +84,6 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     gpu_count: int
     models_loaded: int
     total_qps: float
-
-
-class QueueInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the broker holds of a lane and priority, or of one `model` there: messages, leased ones included, and the age of the oldest."""
-
-    pool: str
-    machine_profile: str
-    bundle: str
-    priority: str
-    messages: int
-    oldest_s: float
-    model: str = ""
 
 
 @dataclass(frozen=True)

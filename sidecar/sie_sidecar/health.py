@@ -73,7 +73,7 @@ class Health:
     def heartbeat(self) -> Heartbeat:
         description = self.description
         worker = self.worker
-        held_cost, oldest_s = worker.held() if worker else (0, {})
+        held_cost, oldest_s = worker.inventory.ages() if worker else (0, {})
         statuses = tuple(
             msgspec.structs.replace(status, oldest_s=oldest_s.get(status.model, 0.0)) for status in worker.hosting.statuses()
         ) if worker else ()  # fmt: skip

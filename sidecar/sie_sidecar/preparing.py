@@ -29,6 +29,7 @@ from sie_sidecar.batch import Limits
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.held import Held, changed
 from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.inventory import Inventory
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.metrics import Metrics
@@ -46,18 +47,13 @@ class Desk(Protocol):
     """What preparing needs of the worker that holds the work."""
 
     pulling: Pulling
+    inventory: Inventory
 
     def load(self, names: Iterable[str]) -> None:
         """Load these, each a model or model:profile, beside everything else."""
 
-    def take_in_hand(self, arrived: list[Held]) -> None:
-        """These are not among what has arrived any more."""
-
     def still_wanted(self, group: list[Held]) -> list[Held]:
         """Those of them that are to run; others are answered."""
-
-    def known(self, held: Held) -> None:
-        """Hosting counts it from now on."""
 
     def enqueue(self, held: Held) -> None:
         """It is tokenised."""
@@ -119,7 +115,6 @@ class Preparing:
         while True:
             await self._gather()
             arrived, self.arrived = [held for held in self.arrived if not held.settled], []
-            self._desk.take_in_hand(arrived)
             self._metrics.gathered.observe(len(arrived))
             groups: dict[tuple[str | int, ...], list[Held]] = defaultdict(list)
             for held in arrived:
@@ -264,7 +259,7 @@ class Preparing:
         for held in group:
             held.hosted, held.entry = hosted, hosted.resolved.entry
             self._hosting.take(hosted)
-            self._desk.known(held)
+            self._desk.inventory.known(held)
             hosted.came_in(held.item.cost, held.received_s)
         return hosted
 

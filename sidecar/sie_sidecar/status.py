@@ -114,7 +114,7 @@ class Status:
 
     def _models(self, worker: Worker | None, hosted: dict[str, Hosted]) -> list[dict[str, Any]]:
         """The models of this bundle, and those that are here for another reason, by falling memory."""
-        pending = worker.pending_inputs() if worker else {}
+        pending = worker.inventory.pending_inputs() if worker else {}
         catalogue = self._health.feed.catalogue
         rows = []
         for name in sorted({

@@ -17,7 +17,6 @@ import functools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -46,6 +45,7 @@ from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waitin
 from sie_sidecar.deadletter import DeadLetters
 from sie_sidecar.held import Held, changed, cut, merge, runnable, stages_of
 from sie_sidecar.hosting import Hosted, Hosting
+from sie_sidecar.inventory import Inventory
 from sie_sidecar.lease import Lease, Leases
 from sie_sidecar.ledger import open_ledger
 from sie_sidecar.link import AdapterGone, AdapterLink
@@ -101,12 +101,10 @@ class Worker:
         self._trials = Trials(self, link, self._marks, clock, metrics.poisoned.inc)
         self._dead_letters = DeadLetters(broker, lane.pool, worker_id, metrics, broker_s)
         self._waiting: Waiting[Held] = Waiting()
-        self._in_hand: dict[Lease, Held] = {}  # what was taken out of what has arrived and is not settled
+        self.inventory = Inventory(self.refill_soon, clock)
         self._cancels: list[Subscription] = []  # one, once it began
         self._wake = asyncio.Event()
         self.rate = Rate()
-        self._held = ([0, 0], [0, 0])  # cost and work items, interactive and bulk, of what is not at the device yet
-        self._coming: Counter[str] = Counter()  # deliveries of each model of which hosting does not know yet
         self._refilling = False
         self._sent = 0
         self._batch_number = 0
@@ -209,8 +207,7 @@ class Worker:
         """Interactive work does not wait at the broker for bulk work that is here."""
         if not self._link.connected:
             return None
-        (cost, items), (bulk_cost, bulk_items) = self._held
-        return batches.Load(cost + bulk * bulk_cost, items + bulk * bulk_items, self._lanes)
+        return batches.Load(*self.inventory.load(bulk=bulk), self._lanes)
 
     def refill_soon(self) -> None:
         """Once in this turn of the loop, however many call."""
@@ -224,19 +221,7 @@ class Worker:
 
     def _holds(self, model: str) -> bool:
         """Whether no more work of it is to wait here: some does, or it could not even be loaded for now."""
-        return model in self._coming or self.hosting.holds(model) or self.hosting.makes_room(model)
-
-    def known(self, held: Held) -> None:
-        """Hosting counts it from now on, or it is gone."""
-        if held.coming:
-            held.coming = False
-            self._coming[held.item.model] -= 1
-            if not self._coming[held.item.model]:
-                del self._coming[held.item.model]
-
-    @property
-    def _held_cost(self) -> int:
-        return self._held[False][0] + self._held[True][0]
+        return self.inventory.is_coming(model) or self.hosting.holds(model) or self.hosting.makes_room(model)
 
     @property
     def _lanes(self) -> int:
@@ -260,9 +245,8 @@ class Worker:
             return
         pulling.estimate(delivery.consumer, item.cost)
         span = spans.of_work(self.tracer, delivery, item)
-        held = Held(lease, item, now_s, now_s + self._left_s(delivery, item), coming=True, span=span)
-        self._coming[item.model] += 1
-        self._count(held, max(1, item.cost))
+        held = Held(lease, item, now_s, now_s + self._left_s(delivery, item), span=span)
+        self.inventory.add(held)
         self.preparing.add(held)
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> float:
@@ -288,7 +272,7 @@ class Worker:
         """Drop what is held for these requests and is not at the device yet: nobody waits for it. Returns how many work items that were."""
         dropped = [
             held
-            for held in (*self.preparing.arrived, *self._in_hand.values())
+            for held in self.inventory
             if held.item.request in requests and not held.sealed_s and not held.settled
         ]
         for held in dropped:
@@ -296,7 +280,7 @@ class Worker:
             if held.job is not None:
                 self._waiting.remove(held.job)
                 held.job = None
-            self._count(held, 0)
+            self.inventory.count(held, 0)
             self._metrics.settlements.labels("cancelled").inc()
             self._work.start(self._finish_cancelled(held), "cancelled")
         if dropped:
@@ -329,18 +313,7 @@ class Worker:
         self.pulling.refill_all()
         self._work.start(self._loras.preload(hosted), "loras")
 
-    def _count(self, held: Held, cost: int) -> None:
-        if cost < held.counted:
-            self.refill_soon()
-        load = self._held[held.item.priority == "bulk"]
-        load[0] += cost - held.counted
-        load[1] += (cost > 0) - (held.counted > 0)
-        held.counted = cost
-
     # what preparing uses
-
-    def take_in_hand(self, arrived: list[Held]) -> None:
-        self._in_hand.update((held.lease, held) for held in arrived)
 
     def enqueue(self, held: Held) -> None:
         if held.settled:
@@ -369,7 +342,7 @@ class Worker:
         padded = held.hosted.ready is not None and held.hosted.ready.loaded.attention.endswith(" padded")
         key = BatchKey(held.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded)
         cost = sum(row.cost for row in runnable(held)[0])
-        self._count(held, cost)
+        self.inventory.count(held, cost)
         return Job(key, cost, arrived_s, held, bulk=item.priority == "bulk", alone=held.lease.delivery.delivered > 1)
 
     # running
@@ -393,7 +366,7 @@ class Worker:
             if isinstance(action, Batch):
                 for job in action.jobs:
                     job.work.job = None
-                    self._count(job.work, 0)
+                    self.inventory.count(job.work, 0)
                 self._sent += 1
                 self._work.start(self._run(action), "batch")
                 continue
@@ -508,7 +481,7 @@ class Worker:
         if held.is_outdated:
             raise changed()
         job = self._job(held, held.received_s)
-        self._count(held, 0)  # it does not wait for the device
+        self.inventory.count(held, 0)  # it does not wait for the device
         self._batch_number += 1
         return self._frame(Batch(job.key, (job,), job.cost), f"{self._id}-{self._batch_number}", span)
 
@@ -639,7 +612,7 @@ class Worker:
             return
         held.settled = True
         item, hosted, now_s = held.item, held.hosted, self._clock()
-        self._count(held, 0)
+        self.inventory.count(held, 0)
         stages = stages_of(held, now_s, done)
         spans.settled(held, stages, outcomes, note.id if note else "")
         batch = msgspec.structs.replace(
@@ -676,7 +649,7 @@ class Worker:
         if held.settled:
             return
         held.settled = True
-        self._count(held, 0)
+        self.inventory.count(held, 0)
         self._metrics.settlements.labels("handed_back").inc()
         await self.leases.hand_back(held.lease, HAND_BACK_DELAY_S)
         self._let_go(held)
@@ -684,9 +657,9 @@ class Worker:
     def _let_go(self, held: Held) -> None:
         if held.span is not None:
             held.span.end()
-        self._in_hand.pop(held.lease, None)
+        self.inventory.remove(held)
         if held.coming:
-            self.known(held)
+            self.inventory.known(held)
             self.pulling.refill_one(held.lease.delivery.consumer)  # it stood for others that its model's load would have served
         if self.preparing.fetching is not None:
             self.preparing.fetching.let_go(held)
@@ -704,25 +677,6 @@ class Worker:
     @property
     def depth(self) -> int:
         return len(self.leases)
-
-    def held(self) -> tuple[int, dict[str, float]]:
-        """Of all that is taken in and not settled: its tokens, as estimated until it is tokenised, and for each model the seconds since the
-        oldest was delivered."""
-        cost, oldest_s = 0, dict[str, float]()
-        now_s = self._clock()
-        for held in (*self.preparing.arrived, *self._in_hand.values()):
-            cost += sum(row.cost for row in held.rows) or held.item.cost
-            if held.hosted is not None:
-                oldest_s[held.hosted.name] = max(oldest_s.get(held.hosted.name, 0.0), now_s - held.received_s)
-        return cost, oldest_s
-
-    def pending_inputs(self) -> dict[str, int]:
-        """Inputs that are held and not answered, by model."""
-        counts: Counter[str] = Counter()
-        for held in (*self.preparing.arrived, *self._in_hand.values()):
-            if held.hosted is not None and not held.settled:
-                counts[held.hosted.name] += held.item.count or len(held.item.inputs)
-        return counts
 
     def gathering(self) -> tuple[float | None, float]:
         """The median time at this worker lately, None without answers, and how long deliveries are gathered, seconds."""
@@ -750,7 +704,7 @@ class Worker:
         except TimeoutError:
             _logger.warning("draining took longer than %.0f s: %d work items are handed back", grace_s, len(self.leases))
         await self._work.cancel()
-        for held in (*self.preparing.arrived, *self._in_hand.values()):
+        for held in self.inventory:
             if held.span is not None:
                 held.span.end()
         for lease in self.leases.all():

@@ -18,6 +18,7 @@ from simulation.network import Connection
 
 import sie_gateway.inbox
 import sie_gateway.reply
+import sie_sidecar.inventory
 import sie_sidecar.lease
 import sie_sidecar.process
 import sie_sidecar.settlement
@@ -155,7 +156,7 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
     def change(count: Any) -> Any:
         return lambda self, held, cost: count(self, held, cost or 1)
 
-    return _around(sie_sidecar.worker.Worker, "_count", change)
+    return _around(sie_sidecar.inventory.Inventory, "count", change)
 
 
 BUGS: dict[str, Bug] = {

@@ -186,7 +186,7 @@ class Checks:
         """Everything that was lent is back."""
         for process in self._world.workers:
             worker = process.part
-            self._expect(process, "held cost", worker._held_cost)
+            self._expect(process, "held cost", worker.inventory.load(bulk=True)[0])
             self._expect(process, "batches sent", worker._sent)
             self._expect(process, "work items waiting", len(worker._waiting))
             for hosted in worker.hosting.all():

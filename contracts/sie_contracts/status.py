@@ -1,0 +1,17 @@
+"""Parts of the frames of /ws/cluster-status that gateways write and clients of ours read."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class QueueInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the broker holds of a lane and priority, or of one `model` there: messages, leased ones included, and the age of the oldest."""
+
+    pool: str
+    machine_profile: str
+    bundle: str
+    priority: str
+    messages: int
+    oldest_s: float
+    model: str = ""
