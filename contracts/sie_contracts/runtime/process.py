@@ -258,14 +258,18 @@ class Tasks:
 async def retry(
     attempt: Callable[[], Awaitable[Any]], *, errors: tuple[type[Exception], ...], stop: Stop, logger: logging.Logger, what: str
 ) -> Any:
-    """Try until it works or the process is to stop (then None); pauses double from 0.1 s to 5 s, every tenth failure is logged."""
+    """Try until it works or the process is to stop (then None). Pauses double from 0.1 s to 5 s.
+
+    The first failure is logged as information, since processes that start together wait for each other; the fifth, after 1.5 s, and each
+    tenth from then on, as a warning.
+    """
     delay_s, count = 0.1, 0
     while not stop.requested:
         try:
             return await attempt()
         except errors as error:
-            if count % 10 == 0:
-                logger.warning("%s: %s; trying again", what, error)
+            if count == 0 or count % 10 == 4:
+                logger.log(logging.WARNING if count else logging.INFO, "%s: %s; trying again", what, error)
             count += 1
         if await stop.wait_for(delay_s):
             break
