@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.loading import FAMILIES, Loader, family_of
 from sie_adapter.weights import WeightSources
-from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_entry
+from sie_contracts.catalogue import Catalogue, ModelEntry, packaged_folder, parse_entry, widths
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
 from sie_contracts.options import run_options
 from sie_contracts.runtime.feed import packaged_catalogue
@@ -140,6 +140,38 @@ def test_instructions_reach_the_queries_and_leave_documents_bare() -> None:
     assert run_options(CATALOGUE.resolve("BAAI/bge-m3:banking"), {})[1].run.lora == "saivamshiatukuri/bge-m3-banking77-lora"
 
 
+LATE = {  # the width of a fixed dimensional encoding
+    "answerdotai/answerai-colbert-small-v1": 10240, "colbert-ir/colbertv2.0": 10240, "jinaai/jina-colbert-v2": 10240,
+    "lightonai/GTE-ModernColBERT-v1": 10240, "lightonai/Reason-ModernColBERT": 10240, "mixedbread-ai/mxbai-colbert-large-v1": 10240,
+    "mixedbread-ai/mxbai-edge-colbert-v0-32m": 10240,
+}  # fmt: skip
+BACKENDS = (
+    "BAAI/bge-m3:bge_m3_flag", "intfloat/multilingual-e5-large:sentence_transformer", "knowledgator/modern-gliner-bi-base-v1.0:sdpa",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", list(LATE))
+def test_each_late_interaction_model_has_a_profile_that_gives_one_dense_vector(model: str) -> None:
+    """Contract 12: public configurations name it `:muvera`. A score of the profile compares token vectors, as without it."""
+    resolved = CATALOGUE.resolve(f"{model}:muvera")
+    assert widths(resolved.entry, resolved.run)["dense"] == LATE[model]
+    run = run_options(resolved, {}, "encode")[1].run
+    assert (run.outputs, run.muvera is not None) == (("dense",), True)
+    assert run_options(resolved, {}, "score")[1].run == run_options(CATALOGUE.resolve(model), {}, "score")[1].run
+
+
+def test_every_entry_with_token_vectors_has_the_muvera_profile() -> None:
+    assert {model for model, entry in ENTRIES.items() if set(entry.outputs) == {"multivector"}} == set(LATE)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_profile_that_names_only_a_backend_changes_nothing(name: str) -> None:
+    """Public configurations choose a library by them; here the numbers are the model's."""
+    named, plain = CATALOGUE.resolve(name), CATALOGUE.resolve(name.partition(":")[0])
+    assert (named.run, named.load, named.residency) == (plain.run, plain.load, plain.residency)
+    assert named.canonical == name
+
+
 def test_every_model_type_of_the_table_and_every_entry_meet_once() -> None:
     named = [model for models in ARCHITECTURES.values() for model in models] + sorted(REMOTE)
     assert sorted(named) == sorted(ENTRIES)
@@ -210,5 +242,5 @@ def test_a_model_without_a_commit_is_the_only_snapshot_of_the_cache(tmp_path: Pa
 
 
 def test_an_unknown_profile_of_a_shipped_model_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="default, dense, sparse, multivector, banking, medical-vn"):
+    with pytest.raises(InvalidInput, match="default, dense, sparse, multivector, banking, medical-vn, bge_m3_flag"):
         run_options(CATALOGUE.resolve("BAAI/bge-m3"), {"profile": "none"})
