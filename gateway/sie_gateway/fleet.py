@@ -34,16 +34,59 @@ def worker_rate(beats: Iterable[Heartbeat]) -> float:
     return sum(rate for rate, _ in known) / len(known) if known else 0.0
 
 
+class _Lane:
+    """The healthy workers of one lane, by their id, and which of them have a model loaded."""
+
+    def __init__(self) -> None:
+        self.beats: dict[str, Heartbeat] = {}
+        self.loaded: dict[str, set[str]] = {}  # model -> workers
+        self.unloading: set[str] = set()  # workers
+        self._names: list[str] | None = None
+
+    def put(self, beat: Heartbeat) -> None:
+        """A worker that is not here."""
+        self.beats[beat.worker] = beat
+        self._names = None
+        for status in beat.models:
+            if status.state == "loaded":
+                self.loaded.setdefault(status.model, set()).add(beat.worker)
+            elif status.state == "unloading":
+                self.unloading.add(beat.worker)
+
+    def drop(self, beat: Heartbeat) -> None:
+        del self.beats[beat.worker]
+        self._names = None
+        self.unloading.discard(beat.worker)
+        for status in beat.models:
+            workers = self.loaded.get(status.model)
+            if workers is not None:
+                workers.discard(beat.worker)
+                if not workers:
+                    del self.loaded[status.model]
+
+    def all(self) -> list[Heartbeat]:
+        """By name."""
+        if self._names is None:
+            self._names = sorted(self.beats)
+        return [self.beats[name] for name in self._names]
+
+
 class Fleet:
-    """The last heartbeat of each worker. Silent past SIE_HEARTBEAT_TIMEOUT_MS it no longer counts; at ten times that it is forgotten."""
+    """The last heartbeat of each worker. Silent past SIE_HEARTBEAT_TIMEOUT_MS it no longer counts; at ten times that it is forgotten.
+
+    Indexed by lane and by model: what a request asks costs the same with one worker and with a thousand.
+    """
 
     def __init__(self, broker: Broker, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._broker = broker
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
-        self._seen: dict[str, tuple[float, Heartbeat]] = {}
-        self._loaded: dict[str, frozenset[str]] = {}
+        self._seen: dict[str, tuple[float, Heartbeat]] = {}  # in the order of the heartbeats, the oldest first; so is _healthy
+        self._healthy: dict[str, Heartbeat] = {}
+        self._lanes: dict[Lane, _Lane] = {}
+        self._served: dict[tuple[str, str], dict[str, _Lane]] = {}  # pool and bundle -> machine profile -> lane
+        self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> what it reports
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
         self.version = 0  # grows with every heartbeat
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
@@ -61,57 +104,111 @@ class Fleet:
         self.note(heartbeat)
 
     def note(self, heartbeat: Heartbeat) -> None:
-        now_s = self._clock()
-        self._seen = {name: entry for name, entry in self._seen.items() if now_s - entry[0] < 10 * self._timeout_s}
-        self._seen[heartbeat.worker] = (now_s, heartbeat)
-        self._loaded = {name: models for name, models in self._loaded.items() if name in self._seen}
-        self._loaded[heartbeat.worker] = frozenset(status.model for status in heartbeat.models if status.state == "loaded")
-        before = self._loading_s.get(heartbeat.worker, {})
+        """A worker's heartbeat has come."""
+        now_s, worker = self._clock(), heartbeat.worker
+        while self._seen:
+            name, (seen_s, _) = next(iter(self._seen.items()))
+            if now_s - seen_s < 10 * self._timeout_s:
+                break
+            self._forget(name)
+        before = self._loading_s.get(worker, {})
         loading = {status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"}
-        self._loading_s = {name: models for name, models in self._loading_s.items() if name in self._seen and name != heartbeat.worker}
+        self._forget(worker)
+        self._seen[worker] = (now_s, heartbeat)
         if loading:
-            self._loading_s[heartbeat.worker] = loading
+            self._loading_s[worker] = loading
+        for status in heartbeat.models:
+            self._statuses.setdefault(status.model, {})[worker] = status
+        if heartbeat.ready and not heartbeat.leaving:
+            self._join(heartbeat)
         self.version += 1
         for listener in self.listeners:
             listener()
 
+    def _forget(self, worker: str) -> None:
+        entry = self._seen.pop(worker, None)
+        if entry is None:
+            return
+        self._leave(worker)
+        self._loading_s.pop(worker, None)
+        for status in entry[1].models:
+            statuses = self._statuses.get(status.model)
+            if statuses is not None:
+                statuses.pop(worker, None)
+                if not statuses:
+                    del self._statuses[status.model]
+
+    def _join(self, beat: Heartbeat) -> None:
+        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane()
+            self._served.setdefault((beat.pool, beat.bundle), {})[beat.machine_profile] = lane
+        self._healthy[beat.worker] = beat
+        lane.put(beat)
+
+    def _leave(self, worker: str) -> None:
+        beat = self._healthy.pop(worker, None)
+        if beat is None:
+            return
+        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        lane = self._lanes[key]
+        lane.drop(beat)
+        if not lane.beats:
+            del self._lanes[key]
+            del self._served[beat.pool, beat.bundle][beat.machine_profile]
+            if not self._served[beat.pool, beat.bundle]:
+                del self._served[beat.pool, beat.bundle]
+
+    def _expire(self) -> None:
+        """Those whose heartbeat is overdue are not healthy any more."""
+        now_s = self._clock()
+        while self._healthy:
+            worker = next(iter(self._healthy))
+            if now_s - self._seen[worker][0] < self._timeout_s:
+                return
+            self._leave(worker)
+
     def workers(self) -> list[tuple[Heartbeat, bool]]:
         """All known workers, by name, each with whether it is healthy: heard of in time, ready and not leaving."""
-        now_s = self._clock()
-        return [
-            (beat, now_s - seen_s < self._timeout_s and beat.ready and not beat.leaving)
-            for _, (seen_s, beat) in sorted(self._seen.items())
-        ]
+        self._expire()
+        return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
     def is_heard(self, worker: str) -> bool:
         """Whether its last heartbeat is not overdue, whatever it says."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def healthy(self) -> list[Heartbeat]:
-        return [beat for beat, is_healthy in self.workers() if is_healthy]
+        """By name."""
+        self._expire()
+        return [self._healthy[name] for name in sorted(self._healthy)]
 
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
-        """The healthy workers of a lane."""
-        return [
-            beat for beat in self.healthy()
-            if beat.pool == lane.pool and beat.bundle == lane.bundle and beat.machine_profile == lane.machine_profile
-        ]  # fmt: skip
+        """The healthy workers of a lane, by name."""
+        self._expire()
+        found = self._lanes.get(lane)
+        return found.all() if found is not None else []
 
     def hosts(self, lane: Lane, residency: str) -> list[Heartbeat]:
-        """The healthy workers of a lane that have the model loaded."""
-        return [beat for beat in self.of_lane(lane) if _state(beat, residency) == "loaded"]
+        """The healthy workers of a lane that have the model loaded, by name."""
+        self._expire()
+        found = self._lanes.get(lane)
+        return [found.beats[name] for name in sorted(found.loaded.get(residency, ()))] if found is not None else []
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads it.
 
         By what its last load took, on any worker. A worker that unloads something makes room for it, which counts as loading.
         """
-        beats = self.of_lane(lane)
-        since = [self._loading_s[beat.worker][residency] for beat in beats if residency in self._loading_s.get(beat.worker, {})]
-        if not since and not any(status.state == "unloading" for beat in beats for status in beat.models):
+        self._expire()
+        found = self._lanes.get(lane)
+        if found is None:
             return None
-        known = [status.load_s for _, beat in self._seen.values() for status in beat.models if status.model == residency and status.load_s]
-        took_s = max(known, default=USUAL_LOAD_S)
+        statuses = self._statuses.get(residency, {})
+        since = [self._loading_s[name][residency] for name, each in statuses.items() if each.state == "loading" and name in found.beats]
+        if not since and not found.unloading:
+            return None
+        took_s = max((each.load_s for each in statuses.values() if each.load_s), default=USUAL_LOAD_S)
         return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
@@ -133,32 +230,32 @@ class Fleet:
                 )  # fmt: skip
             bundle = spec.bundle or bundle
             configured = tuple(spec.gpus)
-        serving = [beat for beat in self.healthy() if beat.pool == pool and beat.bundle == bundle]
+        self._expire()
+        serving = self._served.get((pool, bundle), {})
         if machine_profile:
             if configured:
                 machine_profile = _configured(machine_profile, configured)
-            elif machine_profile not in {beat.machine_profile for beat in serving}:
+            elif machine_profile not in serving:
                 machine_profile = ""  # a single kind of node, unnamed: any name means it
         if not machine_profile:
-            loaded = [beat for beat in serving if resolved.residency in self._loaded[beat.worker]]
-            names = sorted(beat.machine_profile for beat in loaded or serving)
-            machine_profile = names[0] if names else (configured[0].lower() if configured else self._settings.profile)
+            loaded = [name for name, of_lane in serving.items() if resolved.residency in of_lane.loaded]
+            names = loaded or serving
+            machine_profile = min(names) if names else (configured[0].lower() if configured else self._settings.profile)
         return Lane(pool, machine_profile, bundle)
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
-        """The state of a model over all healthy workers, and what each reports of it."""
-        reports = [(beat, status) for beat in self.healthy() for status in beat.models if status.model == model]
+        """The state of a model over all healthy workers, and what each reports of it, by worker."""
+        self._expire()
+        reports = [(self._healthy[name], each) for name, each in sorted(self._reports(model)) if name in self._healthy]
         present = {status.state for _, status in reports}
         return next((state for state in STATES if state in present), "available"), reports
 
+    def _reports(self, model: str) -> Iterable[tuple[str, ModelStatus]]:
+        return self._statuses.get(model, {}).items()
+
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
         """The workers to whose disk the weights of a model are on their way, ready or not, and how far they are."""
-        heard = [beat for beat, _ in self.workers() if self.is_heard(beat.worker)]
-        return [(beat.worker, each.fetched) for beat in heard for each in beat.models if each.model == model and each.fetched is not None]
-
-
-def _state(beat: Heartbeat, model: str) -> str:
-    return next((status.state for status in beat.models if status.model == model), "available")
+        return [(name, each.fetched) for name, each in sorted(self._reports(model)) if each.fetched is not None and self.is_heard(name)]
 
 
 def _configured(wanted: str, configured: tuple[str, ...]) -> str:
@@ -167,7 +264,9 @@ def _configured(wanted: str, configured: tuple[str, ...]) -> str:
     found = names.get(key) or names.get(f"{key}-spot")
     if found is None:
         raise InvalidInput(
-            f"X-SIE-MACHINE-PROFILE: {key[:60]!r} is not configured", reason="gpu_not_configured", param="X-SIE-MACHINE-PROFILE",
+            f"X-SIE-MACHINE-PROFILE: {key[:60]!r} is not configured",
+            reason="gpu_not_configured",
+            param="X-SIE-MACHINE-PROFILE",
             extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": list(configured)},
         )
     return found

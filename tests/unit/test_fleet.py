@@ -1,0 +1,140 @@
+"""Which workers live and where a request goes: the indexes say what a look at every heartbeat would, and cost the same for any fleet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.catalogue import Resolved
+from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.settings import load
+from sie_contracts.topology import Lane
+from sie_gateway.fleet import Fleet
+
+TIMEOUT_S = 15.0
+SETTINGS = load(environ={}).settings
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fleet_of(clock: Clock) -> Fleet:
+    return Fleet(MemoryServer().connect("gateway"), SETTINGS, clock)
+
+
+def resolved(residency: str, bundle: str = "default") -> Resolved:
+    return SimpleNamespace(residency=residency, bundle=bundle, bundles=(bundle,))  # type: ignore[return-value]
+
+
+STATES = ("loading", "unloading", "loaded", "failed", "available")
+names = st.integers(0, 5).map("w{}".format)
+models = st.integers(0, 3).map("m{}".format)
+
+
+@st.composite
+def beats(draw: st.DrawFn) -> Heartbeat:
+    statuses = draw(st.dictionaries(models, st.tuples(st.sampled_from(STATES), st.sampled_from((0.0, 3.0))), max_size=4))
+    return Heartbeat(
+        draw(names), draw(st.sampled_from(("_default", "team"))), draw(st.sampled_from(("cpu", "l4"))), "default", draw(st.booleans()), "",
+        leaving=draw(st.booleans()),
+        models=tuple(ModelStatus(model, state, load_s=load_s) for model, (state, load_s) in statuses.items()),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@dataclass
+class Plain:
+    """What a look at every heartbeat says."""
+
+    seen: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
+
+    def healthy(self, now_s: float) -> list[Heartbeat]:
+        found = sorted(self.seen.items())
+        return [beat for _, (at_s, beat) in found if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
+
+    def of_lane(self, lane: Lane, now_s: float) -> list[Heartbeat]:
+        return [beat for beat in self.healthy(now_s) if Lane(beat.pool, beat.machine_profile, beat.bundle) == lane]
+
+    def hosts(self, lane: Lane, model: str, now_s: float) -> list[Heartbeat]:
+        return [beat for beat in self.of_lane(lane, now_s) if any(each.model == model and each.state == "loaded" for each in beat.models)]
+
+
+@given(st.lists(st.tuples(beats(), st.sampled_from((0.0, 1.0, 14.9, 15.0, 151.0))), max_size=20))
+@settings(max_examples=60)
+def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[Heartbeat, float]]) -> None:
+    clock, plain = Clock(), Plain()
+    fleet = fleet_of(clock)
+    for beat, passed_s in events:
+        fleet.note(beat)
+        plain.seen = {name: each for name, each in plain.seen.items() if clock.now_s - each[0] < 10 * TIMEOUT_S}
+        plain.seen[beat.worker] = (clock.now_s, beat)
+        clock.now_s += passed_s
+        healthy = plain.healthy(clock.now_s)
+        assert fleet.healthy() == healthy
+        assert fleet.workers() == [(each, each in healthy) for _, (_, each) in sorted(plain.seen.items())]
+        for pool in ("_default", "team"):
+            for model in ("m0", "m1"):
+                serving = [each for each in healthy if each.pool == pool]
+                hosts = [host for lane in lanes(pool) for host in plain.hosts(lane, model, clock.now_s)]
+                loaded = [each for each in serving if each in hosts]
+                expected = min((each.machine_profile for each in loaded or serving), default=SETTINGS.profile)
+                lane = fleet.lane(resolved(model), pool=pool, machine_profile="", known_pools=("_default", "team"))
+                assert lane == Lane(pool, expected, "default")
+                assert fleet.of_lane(lane) == plain.of_lane(lane, clock.now_s)
+                assert fleet.hosts(lane, model) == plain.hosts(lane, model, clock.now_s)
+                reports = [(each, status) for each in healthy for status in each.models if status.model == model]
+                assert fleet.model(model)[1] == reports
+                is_loading = any(
+                    status.state == "unloading" or (status.model == model and status.state == "loading")
+                    for each in plain.of_lane(lane, clock.now_s) for status in each.models
+                )  # fmt: skip
+                assert (fleet.loading_left_s(lane, model) is not None) == is_loading
+
+
+def lanes(pool: str) -> list[Lane]:
+    return [Lane(pool, profile, "default") for profile in ("cpu", "l4")]
+
+
+def filled(workers: int, each: int = 10) -> Fleet:
+    fleet = fleet_of(Clock())
+    for number in range(workers):
+        statuses = tuple(ModelStatus(f"m{number * each + index}", "loaded", load_s=1.0) for index in range(each))
+        fleet.note(Heartbeat(f"w{number:04}", "_default", "cpu", "default", True, "", models=statuses))
+    return fleet
+
+
+LANE = Lane("_default", "cpu", "default")
+QUESTIONS: dict[str, Callable[[Fleet], object]] = {
+    "lane": lambda fleet: fleet.lane(resolved("m3"), pool="_default", machine_profile="", known_pools=("_default",)),
+    "hosts": lambda fleet: fleet.hosts(LANE, "m3"),
+    "loading": lambda fleet: fleet.loading_left_s(LANE, "m3"),
+    "model": lambda fleet: fleet.model("m3"),
+    "heartbeat": lambda fleet: fleet.note(fleet.hosts(LANE, "m3")[0]),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_a_request_asks_costs_the_same_with_one_worker_and_with_a_thousand(question: str) -> None:
+    ask = QUESTIONS[question]
+
+    def cost_s(fleet: Fleet) -> float:
+        found = []
+        for _ in range(7):
+            before_s = time.perf_counter()
+            for _ in range(100):
+                ask(fleet)
+            found.append(time.perf_counter() - before_s)
+        return min(found)
+
+    assert cost_s(filled(1000)) < 5 * cost_s(filled(1)), "a look at all workers would be hundreds of times as much"
