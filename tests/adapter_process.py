@@ -1,0 +1,144 @@
+"""The real adapter process and a client of its socket.
+
+    with running(folder / "a.sock") as adapter, adapter.connect() as client:
+        client.load()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import yaml
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.messages import Operation
+
+MODEL = "mini"
+ENTRY: dict[str, Any] = yaml.safe_load((packaged_folder() / "models" / "sentence-transformers" / "all-MiniLM-L6-v2.yaml").read_text())
+
+
+class Refusal(Exception):
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.code)
+        self.error = error
+
+
+@dataclass
+class Client:
+    """One connection, one request at a time."""
+
+    path: Path
+    connection: socket.socket = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        try:
+            self.connection.connect(str(self.path))
+        except OSError:
+            self.connection.close()
+            raise
+
+    def send(self, request: ipc.Request) -> None:
+        self.connection.sendall(ipc.frame(request))
+
+    def receive(self) -> ipc.Reply:
+        reply = ipc.reply(bytes(ipc.receive_frame(self.connection)))
+        if isinstance(reply, ipc.Refused):
+            raise Refusal(reply.error)
+        return reply
+
+    def ask(self, request: ipc.Request) -> Any:
+        self.send(request)
+        return self.receive()
+
+    def run(self, batch: ipc.RunBatch) -> ipc.BatchDone:
+        assert self.ask(batch) == ipc.BatchStarted(batch.batch)
+        done = self.receive()
+        assert isinstance(done, ipc.BatchDone)
+        return done
+
+    def load(self, model: str = MODEL, entry: dict[str, Any] | None = None) -> ipc.Ready:
+        ready = self.ask(ipc.EnsureReady(model, entry or ENTRY))
+        assert isinstance(ready, ipc.Ready)
+        return ready
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+@dataclass(eq=False)
+class Adapter:
+    """An adapter process and the lines of its log."""
+
+    path: Path
+    process: subprocess.Popen[str]
+
+    def wait_for(self, *texts: str) -> str:
+        """The next line of the log that holds one of `texts`."""
+        log: IO[str] = self.process.stderr  # type: ignore[assignment]  # a pipe, see start
+        for line in log:
+            if any(text in line for text in texts):
+                return line
+        raise AssertionError(f"the adapter ended with {self.process.wait()} and never logged {texts}")
+
+    def connect(self) -> Client:
+        return Client(self.path)
+
+
+def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) -> Adapter:
+    """`before`: what the process does first."""
+    code = (
+        f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\n"
+        f"from sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, spare={spare}))"
+    )
+    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    settings = {
+        "SIE_IPC_SOCKET_PATH": str(path),
+        "SIE_DEVICE": "cpu",
+        "SIE_DEFAULT_COMPUTE_PRECISION": "float32",
+        "SIE_HF_FALLBACK": "false",
+    }
+    settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
+    process = subprocess.Popen([sys.executable, "-c", code], env={**known, **settings, **environ}, stderr=subprocess.PIPE, text=True)
+    return Adapter(path, process)
+
+
+@contextlib.contextmanager
+def running(path: Path, **environ: str) -> Iterator[Adapter]:
+    adapter = start(path, **environ)
+    try:
+        adapter.wait_for("adapter ready")
+        yield adapter
+    finally:
+        stop(adapter)
+
+
+def stop(adapter: Adapter) -> None:
+    adapter.process.kill()
+    adapter.process.communicate()
+
+
+def toy(folder: Path, **changes: Any) -> dict[str, Any]:
+    fields = {"id": folder.name, "weights": {"path": str(folder)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280}
+    return {**fields, **changes}
+
+
+def batch(sequences: list[list[int]], model: str = MODEL, operation: Operation = "encode", **changes: Any) -> ipc.RunBatch:
+    fields: dict[str, Any] = {"groups": (ipc.Group(0, len(sequences)),), "batch": "b", **changes}
+    lengths = np.array([len(ids) for ids in sequences], "<i4").tobytes()
+    ids = np.array([token for ids in sequences for token in ids], "<i4").tobytes()
+    return ipc.RunBatch(model=model, operation=operation, lengths=lengths, ids=ids, **fields)
