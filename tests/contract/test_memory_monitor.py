@@ -20,6 +20,7 @@ from sie_contracts.messages import Ok
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit and /proc are Linux's")
 THRESHOLD_PERCENT, PRESSURE_PERCENT = 80, 85
+REASON = f"above {THRESHOLD_PERCENT} %"
 EVICTED_WITHIN_S = 30.0
 # one arena: memory that is free in another one counts as not used
 ENVIRON = {"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": str(THRESHOLD_PERCENT), "MALLOC_ARENA_MAX": "1"}
@@ -70,7 +71,7 @@ def test_pressure_between_batches_is_noticed_by_the_timer(tmp_path: Path) -> Non
         press(adapter)
         assert evicted(client) == ("idle",)
         assert loaded(client) == ["busy"]
-        assert f"above {THRESHOLD_PERCENT} %" in adapter.wait_for("unloaded idle"), "a failed allocation evicts as well, and is not what is tested"
+        assert REASON in adapter.wait_for("unloaded idle"), "a failed allocation evicts as well, and is not what is tested"
 
 
 def test_pressure_is_noticed_after_a_batch(tmp_path: Path) -> None:
@@ -82,4 +83,4 @@ def test_pressure_is_noticed_after_a_batch(tmp_path: Path) -> None:
         assert isinstance(done.outcomes[0], Ok)
         assert evicted(client) == ("idle",)
         assert loaded(client) == ["busy"]
-        assert f"above {THRESHOLD_PERCENT} %" in adapter.wait_for("unloaded idle"), "a failed allocation evicts as well, and is not what is tested"
+        assert REASON in adapter.wait_for("unloaded idle"), "a failed allocation evicts as well, and is not what is tested"
