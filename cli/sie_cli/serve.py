@@ -189,6 +189,8 @@ class _Serve:
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:
             self._flags.setdefault("SIE_GATEWAY_HEALTH_MODE", "nats")
+        if "SIE_GATEWAY_API_METRICS" not in self._environ:
+            self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(plan.data_dir / "payloads")
 

@@ -331,6 +331,7 @@ class Settings:
     gateway_k8s_namespace: str = _row("default", "SIE_GATEWAY_K8S_NAMESPACE", "gateway", LABEL, "Namespace of endpoint discovery.")
     gateway_k8s_service: str = _row("sie-worker", "SIE_GATEWAY_K8S_SERVICE", "gateway", LABEL, "Service of endpoint discovery.")
     gateway_k8s_port: int = _row(8080, "SIE_GATEWAY_K8S_PORT", "gateway", _whole(1, 65535), "Worker port of endpoint discovery: the workers' SIE_WORKER_METRICS_PORT.")
+    gateway_api_metrics: bool = _row(False, "SIE_GATEWAY_API_METRICS", "gateway", BOOL, "Whether /metrics is also on the API port, for tokens with the scope metrics. `sie serve` turns it on.")
     gateway_metrics_port: int = _row(9090, "SIE_GATEWAY_METRICS_PORT", "gateway", PORT, "Port of /metrics and the probes, never behind a token. 0 picks a free one.")
     gateway_request_timeout: float = _row(120.0, "SIE_GATEWAY_REQUEST_TIMEOUT", "gateway", _number(0, 600, open_low=True), "Budget of a request, seconds; a smaller X-SIE-Timeout-Ms wins.")
     load_hold_s: float = _row(20.0, "SIE_LOAD_HOLD_S", "gateway", _number(0, 29.999), "How long a request waits for a cold model or lane, seconds.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import time
@@ -228,7 +229,9 @@ class Edge:
     def __init__(self, app: FastAPI, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
-        self._probes = probes(gateway.not_ready, None)
+        healthy = functools.partial(_healthy_workers, gateway)
+        self._probes = probes(gateway.not_ready, None, healthy)
+        self._metrics = probes(gateway.not_ready, gateway.metrics.registry) if gateway.settings.gateway_api_metrics else None
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
 
@@ -275,6 +278,8 @@ class Edge:
                 await self._gateway.status.show(path, scope["query_string"].decode("latin-1"), scope, receive, watched)
             elif route is not None:
                 await self._infer(call, route, scope["method"], receive, tagged)
+            elif path == "/metrics":
+                await self._show_metrics(scope, receive, tagged)
             else:
                 check_length(headers, CONTROL_BYTES)
                 await self._app(scope, bounded(receive), tagged)
@@ -312,6 +317,11 @@ class Edge:
         finally:
             body.close()
 
+    async def _show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._metrics is None:
+            raise NotFound("/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well")
+        await self._metrics({**scope, "path": "/metrics"}, receive, send)
+
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gateway.gate.check(method, path, call.headers.get("authorization", ""))
         call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
@@ -331,11 +341,15 @@ class Edge:
             log_request(call, endpoint, status, seconds)
 
 
+def _healthy_workers(gateway: Gateway) -> int:
+    return sum(seen.info.healthy for seen in gateway.status.workers())
+
+
 def metrics_app(gateway: Gateway) -> App:
     """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing else."""
     registry = gateway.metrics.registry
     registry.register(Live(gateway))
-    inner = probes(gateway.not_ready, registry)
+    inner = probes(gateway.not_ready, registry, functools.partial(_healthy_workers, gateway))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "GET" and scope["path"].startswith(_SCALING):

@@ -46,6 +46,7 @@ ROUTES: tuple[Row, ...] = (
     *CONFIG_ROUTES,
     *(Row("GET", path, "read") for path in ("/health", "/", "/docs", "/docs/static/{file}", "/openapi.json", "/v1/scaling/{lane}")),
     *(Row("GET", path, "read") for path in ("/ws/cluster-status", "/ws/status")),  # what a handshake is
+    Row("GET", "/metrics", "metrics"),  # where SIE_GATEWAY_API_METRICS is on; the metrics port has it without a token
 )
 _TABLE = Table(ROUTES)
 

@@ -74,7 +74,7 @@ _ENCODED = _map(
     )),
 )  # fmt: skip
 _SCORED = _map(
-    model=_TEXT, query_id=_TEXT, **_TOLD,
+    model=_TEXT, query_id=_one_of(_TEXT, _NULL), **_TOLD,
     scores=_list(_map(item_id=_TEXT, score=_one_of(_NUMBER, _NULL), rank=_WHOLE, metadata=_ANY, error=_SLOT_ERROR)),
 )  # fmt: skip
 _FOUND = _map(
@@ -392,7 +392,8 @@ def _socket(summary: str) -> Schema:
 _OPEN: Schema = {"security": [{}]}  # never behind a token
 _OTHERS: dict[str, Schema] = {
     **{path: _served("Whether the process lives", "text/plain", **_OPEN) for path in ("/healthz", "/livez", "/ping")},
-    "/readyz": _served("Whether it can serve: 503 with the reason in plain text", "text/plain", **_OPEN),
+    "/readyz": _served("Whether it can serve: 503 with the reason, as text, or as JSON where that is accepted", "text/plain", **_OPEN),
+    "/metrics": _served("What Prometheus reads, where SIE_GATEWAY_API_METRICS is on", "text/plain"),
     "/": _served("A live page of the cluster", "text/html"),
     "/docs": _served("This document as a page", "text/html"),
     "/docs/static/{file}": _served(

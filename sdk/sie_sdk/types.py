@@ -175,9 +175,9 @@ class ScoreEntry(TypedDict, total=False):
 
 
 class ScoreResult(Shared, total=False):
-    """`scores`: one entry per item, best first, failed ones last."""
+    """`scores`: one entry per item, best first, failed ones last. `query_id`: that of the query, None where it has none."""
 
-    query_id: str
+    query_id: str | None
     scores: list[ScoreEntry]
 
 

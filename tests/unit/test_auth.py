@@ -38,6 +38,7 @@ DOCUMENTED = """
     infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
     infer  GET /info /tei/org/name/info
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine /v1/pools/assignments /health / /docs
+    metrics GET /metrics
     read   GET /openapi.json /docs/static/mine /v1/scaling/_default.cpu.default /ws/cluster-status /ws/status
     read   GET /v1/configs/models /v1/configs/models/org/name /v1/configs/models/org/name/status /v1/configs/models/org/name/history
     read   GET /v1/configs/bundles /v1/configs/bundles/org/name /v1/configs/epoch
@@ -128,8 +129,8 @@ def test_the_most_specific_row_of_a_path_is_meant(path: str, row: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/pools/a/b", "/v1/scaling/a/b", "//v1/encode/m", "/V1/encode/m", "/v1/encode/", "/healthz/x", "/readyz/../health", "/metrics", "",
-     "/v1/chat/completions", "/v1/embed", "/vertex", "/invocations", "/v1/jobs", "*"],
+    ["/v1/pools/a/b", "/v1/scaling/a/b", "//v1/encode/m", "/V1/encode/m", "/v1/encode/", "/healthz/x", "/readyz/../health", "/metrics/x",
+     "", "/v1/chat/completions", "/v1/embed", "/vertex", "/invocations", "/v1/jobs", "*"],
 )  # fmt: skip
 def test_a_path_that_no_row_has_is_not_found_and_only_by_those_who_may_read(path: str) -> None:
     gate = Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS))

@@ -19,6 +19,7 @@ from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, Source
 
 from sie_adapter.epilogues import dtypes
+from sie_contracts import __version__
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import ConfigExport, RunOptions
 from sie_contracts.runtime.feed import ConfigUnavailable
@@ -185,6 +186,13 @@ async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(
         await gateway.encode("a")
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="500") == 1
     assert [record.exc_info is not None for record in caplog.records if "broke off" in record.message] == [True]
+
+
+async def test_every_reply_has_the_version_that_the_public_clients_of_sie_compare_with_their_own(gateway: GatewayProcess) -> None:
+    for path, status in (("/v1/models", 200), ("/v1/nothing", 404)):
+        answer = await gateway.client.get(path)
+        assert answer.status_code == status
+        assert answer.headers["x-sie-server-version"] == answer.headers["x-sie-version"] == __version__
 
 
 def test_each_minor_version_of_a_client_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

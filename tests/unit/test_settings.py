@@ -90,6 +90,7 @@ DOCUMENTED = {
     "SIE_GATEWAY_K8S_NAMESPACE": Documented("default", "search", ("two words", "")),
     "SIE_GATEWAY_K8S_SERVICE": Documented("sie-worker", "other", ("two words", "")),
     "SIE_GATEWAY_K8S_PORT": Documented("8080", "1", ("0", "65536", "http", "")),
+    "SIE_GATEWAY_API_METRICS": Documented("false", "true", ("maybe", "")),
     "SIE_GATEWAY_METRICS_PORT": Documented("9090", "0", ("-1", "65536", "http", "")),
     "SIE_GATEWAY_REQUEST_TIMEOUT": Documented("120", "0.5", ("0", "600.1", "-1", "nan", "2m", "")),
     "SIE_LOAD_HOLD_S": Documented("20", "0", ("-0.1", "30", "x", "")),

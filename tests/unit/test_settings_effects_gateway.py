@@ -212,7 +212,39 @@ async def test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token(clu
         assert (await gateway.get(path)).status_code == (await gateway.client.get(path)).status_code == 200
     assert (await gateway.get("/v1/models")).status_code == 404
     assert (await gateway.client.get("/v1/models")).status_code == 401
-    assert (await gateway.client.get("/metrics", headers={"authorization": "Bearer good"})).status_code == 404
+    assert (await gateway.client.get("/metrics", headers={"authorization": "Bearer good"})).status_code == 403
+
+
+async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_token_has_their_scope(cluster: InProcess) -> None:
+    """SIE_GATEWAY_API_METRICS: in mode none for everybody, else with the scope metrics. A user's token has it not."""
+    tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "good", "SIE_ADMIN_TOKEN": "root"}
+    gateway = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", **tokens)
+    answers = [await gateway.client.get("/metrics", headers={"authorization": token}) for token in ("", "good", "root")]
+    assert [answer.status_code for answer in answers] == [401, 403, 200]
+    assert "sie_gateway_requests_in_progress 0.0" in answers[2].text
+    assert answers[2].headers["content-type"].startswith("text/plain")
+    assert (await gateway.client.post("/metrics", headers={"authorization": "root"})).status_code == 405
+    anybody = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", SIE_ROOT_PATH="/sie")
+    assert [(await anybody.client.get(path)).status_code for path in ("/metrics", "/sie/metrics", "/metrics/x")] == [200, 200, 404]
+    off = await (await cluster.gateway()).client.get("/metrics")
+    assert (off.status_code, "SIE_GATEWAY_API_METRICS" in off.json()["message"]) == (404, True)
+
+
+async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProcess) -> None:
+    """On both ports, with the workers that a gateway may send work to; text for curl, whose Accept is a wildcard."""
+    gateway = await cluster.gateway()
+
+    async def told(accept: str) -> tuple[str, str]:
+        answers = [await gateway.client.get(f"{url}/readyz", headers={"accept": accept}) for url in (gateway.url, gateway.side_url)]
+        assert answers[0].content == answers[1].content
+        return answers[0].headers["content-type"], answers[0].text
+
+    assert await told("application/json") == ("application/json", '{"status":"ready","healthy_workers":0}')
+    await cluster.sidecar()
+    assert (await gateway.encode("a text")).status_code == 200  # so it has heard of the worker
+    assert await told("text/html, application/json;q=0.9") == ("application/json", '{"status":"ready","healthy_workers":1}')
+    for accept in ("*/*", "text/plain", "application/json;q=0"):
+        assert await told(accept) == ("text/plain; charset=utf-8", "ok")
 
 
 async def test_a_taken_metrics_port_ends_the_start_with_the_name_of_the_variable(cluster: InProcess) -> None:

@@ -76,6 +76,7 @@ EFFECTS = {
     "SIE_POOL_WRITE_ROLE": "tests/unit/test_auth.py::test_pool_writes_are_for_users_or_for_administrators_alone",
     "SIE_AUTH_TOKENS": f"{GATEWAY}::test_every_one_of_the_auth_tokens_passes_until_it_is_dropped",
     "SIE_NATS_CONFIG_TRUSTED_PRODUCERS": f"{GATEWAY}::test_deltas_are_taken_from_trusted_producers_alone",
+    "SIE_GATEWAY_API_METRICS": f"{GATEWAY}::test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_token_has_their_scope",
     "SIE_GATEWAY_METRICS_PORT": f"{GATEWAY}::test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token",
     "SIE_GATEWAY_REQUEST_TIMEOUT": f"{GATEWAY}::test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs",
     "SIE_DEFAULT_MODELS": f"{GATEWAY}::test_the_default_models_answer_what_names_none",

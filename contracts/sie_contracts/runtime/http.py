@@ -394,6 +394,7 @@ def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | 
         (b"x-sie-request-id", request_id.encode()),
         (b"x-request-id", client_id.encode()),
         (b"x-sie-version", __version__.encode()),
+        (b"x-sie-server-version", __version__.encode()),  # the public SIE clients compare it with their own
     ]
 
 
@@ -421,8 +422,35 @@ async def refuse(send: Send, error: SIEError) -> None:
     await reply(send, error.status, body, "application/json", headers)
 
 
-def probes(not_ready: Callable[[], str | None], registry: Registry | None) -> App:
-    """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready."""
+def accepts_json(accept: str) -> bool:
+    """Whether an Accept header names JSON itself. A wildcard does not: curl sends one, and people read its output."""
+    for part in accept.lower().split(","):
+        media, *parameters = (each.strip() for each in part.split(";"))
+        if media == "application/json":
+            return not any(re.fullmatch(r"q=0(\.0*)?", each) for each in parameters)
+    return False
+
+
+def probes(
+    not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
+) -> App:  # fmt: skip
+    """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready.
+
+    `/readyz` answers in JSON where JSON is accepted; `healthy_workers`, of a gateway, is in it.
+    """
+
+    async def readyz(scope: Scope, send: Send) -> None:
+        reason = not_ready()
+        status = 503 if reason else 200
+        if not accepts_json(headers_of(scope).get("accept", "")):
+            await reply(send, status, f"not ready: {reason}".encode() if reason else b"ok")
+            return
+        content: dict[str, Any] = {"status": "not ready" if reason else "ready"}
+        if reason:
+            content["reason"] = reason
+        if healthy_workers is not None:
+            content["healthy_workers"] = healthy_workers()
+        await reply(send, status, msgspec.json.encode(content), "application/json")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -431,8 +459,7 @@ def probes(not_ready: Callable[[], str | None], registry: Registry | None) -> Ap
         if path in ("/healthz", "/livez", "/ping"):
             await reply(send, 200, b"ok")
         elif path == "/readyz":
-            reason = not_ready()
-            await reply(send, 503 if reason else 200, f"not ready: {reason}".encode() if reason else b"ok")
+            await readyz(scope, send)
         elif path == "/metrics" and registry is not None:
             # text, or OpenMetrics for those who ask for it: Prometheus does, and finds the exemplars there
             encode, content_type = choose_encoder(dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SCOPES = ("infer", "read", "pools", "config", "admin")
+SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: for everybody, never behind a token
 _USUAL_PATH = 256
 

@@ -71,8 +71,7 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
     content: dict[str, Any] = {"model": request.resolved.requested}
     slots: list[dict[str, Any]] = []
     if request.operation == "score":
-        if request.query is not None and request.query.id is not None:
-            content["query_id"] = request.query.id
+        content["query_id"] = request.query.id if request.query is not None else None
         content["scores"] = reply.score_entries(items, finished.outcomes)
     elif request.operation == "extract":
         content["items"] = range(len(items))
