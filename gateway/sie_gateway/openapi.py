@@ -390,9 +390,14 @@ def _socket(summary: str) -> Schema:
 
 
 _OPEN: Schema = {"security": [{}]}  # never behind a token
+_READY = _map(("status",), status=_choice("ready", "not ready"), reason=_TEXT, healthy_workers=_WHOLE)
+_READINESS: Schema = {"text/plain": {"schema": _TEXT}, _JSON: {"schema": _READY, "example": {"status": "ready", "healthy_workers": 1}}}
 _OTHERS: dict[str, Schema] = {
     **{path: _served("Whether the process lives", "text/plain", **_OPEN) for path in ("/healthz", "/livez", "/ping")},
-    "/readyz": _served("Whether it can serve: 503 with the reason, as text, or as JSON where that is accepted", "text/plain", **_OPEN),
+    "/readyz": {"get": {
+        "summary": "Whether it can serve: 503 with the reason; as JSON where that is accepted", "tags": ["Operations"], **_OPEN,
+        "responses": {"200": {"description": "Success", "content": _READINESS}},
+    }},
     "/metrics": _served("What Prometheus reads, where SIE_GATEWAY_API_METRICS is on", "text/plain"),
     "/": _served("A live page of the cluster", "text/html"),
     "/docs": _served("This document as a page", "text/html"),
@@ -571,7 +576,8 @@ def _completed(method: str, path: str, route: Mapping[str, Any]) -> Schema:
     if path.startswith(("/v1/encode/", "/v1/score/", "/v1/extract/")):
         responses["202"] = _PROVISIONING
     if path in _PLAIN_REFUSALS:
-        responses = {**route["responses"], "503": {"description": "Not ready", "content": {"text/plain": {"schema": _TEXT}}}}
+        refusal = {"text/plain": {"schema": _TEXT}, **({_JSON: {"schema": _READY}} if path == "/readyz" else {})}
+        responses = {**route["responses"], "503": {"description": "Not ready", "content": refusal}}
     identifier = re.sub(r"[^a-z0-9]+", "_", f"{method} {path}".lower()).strip("_")
     return {**route, "operationId": identifier, "responses": responses}
 
