@@ -1,5 +1,6 @@
 # make serve   the whole cluster on this machine        make test         what CI runs first
 # make lint    ruff and mypy                            make test-system  what needs Debian packages and root
+# make test-precision  the part of it that depends on the CPU, as with AVX2 alone; `make test` ends with it
 # make docs    the site in build/site
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
 
-.PHONY: install serve test test-system test-long lint docs bench bench-queue chaos clean
+.PHONY: install serve test test-precision test-system test-long lint docs bench bench-queue chaos clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +32,11 @@ FOLDERS := tests/system tests/contract tests/unit tests/simulation tests/parity 
 test: install lint
 	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist worksteal $(AGAIN) $(FOLDERS) -m 'not serial and not debian and not long' $(ARGS)
 	$(PYTEST) $(AGAIN) $(FOLDERS) -m 'serial and not debian and not long' $(ARGS)
+	$(MAKE) test-precision
+
+# what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
+test-precision: install
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(AGAIN) $(FOLDERS) -m 'precision and not debian and not long'
 
 test-system: install
 	$(PYTEST) $(AGAIN) tests -m debian $(ARGS)

@@ -1,7 +1,6 @@
-"""What this process computes on, and in which precision and with which attention: resolved once, logged, reported.
+"""What this process computes on, and with which attention: resolved once, logged, reported. Its precision: `precision`.
 
 SIE_DEVICE ──► resolve_device ──► torch.device
-precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype
 SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──► backend and the reason for it
 """
 
@@ -26,14 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie_contracts.catalogue import Precision
 from sie_contracts.settings import SettingError
 
 _logger = logging.getLogger("sie.adapter")
 
 Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
-_DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CGROUP = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 _MAPPED_BYTES = 32 << 20  # from here on an allocation has pages of its own; glibc takes no more
@@ -54,23 +51,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingError("SIE_DEVICE", f"{name} is not available here, {torch.cuda.device_count()} CUDA devices are")
     return device
-
-
-def resolve_precision(own: Precision | None, default: Precision, device_type: str, *, has_bfloat16: bool) -> torch.dtype:
-    """The entry's own precision, else the default. A CPU computes 16-bit models in bfloat16 where it has the instructions, else float32.
-
-    `has_bfloat16`: whether this CPU has AVX512-BF16 or AMX; not looked at elsewhere.
-    """
-    dtype = _DTYPES[own or default]
-    if device_type != "cpu" or dtype is torch.float32:
-        return dtype
-    return torch.bfloat16 if has_bfloat16 else torch.float32
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 @dataclass(frozen=True)
@@ -120,13 +100,18 @@ def _flash_lacks(facts: AttentionFacts) -> str:
 
 @dataclass(frozen=True)
 class Compute:
-    """Everything that the weights and passes of one model run with on this device."""
+    """Everything that the weights and passes of one model run with on this device.
+
+    `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another one, else empty.
+    """
 
     device: torch.device
     dtype: torch.dtype
     backend: Backend
     reason: str  # why this backend
     facts: AttentionFacts
+    requested: str = ""
+    precision_reason: str = ""
 
     @property
     def precision(self) -> str:

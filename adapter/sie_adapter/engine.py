@@ -140,9 +140,9 @@ class Engine:
         names = (str(self.device), devices.label(self.device))
         level = logging.INFO if settings.attention_backend in ("auto", chosen.backend) else logging.WARNING
         _logger.log(
-            level, "device %s, default precision %s for %s, attention %s (%s), lanes %d",
-            " ".join(filter(None, names)), chosen.precision, settings.default_compute_precision, chosen.backend, chosen.reason,
-            len(self.lanes),
+            level, "device %s, default precision %s for %s%s, attention %s (%s), lanes %d",
+            " ".join(filter(None, names)), chosen.precision, chosen.requested,
+            chosen.precision_reason and f" ({chosen.precision_reason})", chosen.backend, chosen.reason, len(self.lanes),
         )  # fmt: skip
 
     def describe(self) -> ipc.Description:

@@ -24,6 +24,7 @@ from sie_adapter.certificate import Certificate
 from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.footprint import weight_bytes
+from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.weights import Located, Lock, WeightSources
 from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
@@ -91,15 +92,17 @@ class Loader:
     sources: WeightSources
     settings: Settings
     certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
+    _told: set[tuple[str, str]] = field(default_factory=set)  # models with another precision than they ask for, and why
     _leases: dict[str, Lock] = field(default_factory=dict)  # on the files of models whose load has begun, by residency
 
     def compute(self, precision: Precision | None) -> Compute:
         """Precision and attention of a model whose entry says `precision`, on this device."""
-        has_bfloat16 = self.device.type == "cpu" and devices.cpu_has_bfloat16()
         default = cast(Precision, self.settings.default_compute_precision)
-        dtype = devices.resolve_precision(precision, default, self.device.type, has_bfloat16=has_bfloat16)
+        lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
+        dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)
         facts = devices.attention_facts(self.device, dtype)
-        return Compute(self.device, dtype, *devices.resolve_attention(self.settings.attention_backend, facts), facts)
+        attention = devices.resolve_attention(self.settings.attention_backend, facts)
+        return Compute(self.device, dtype, *attention, facts, requested=precision or default, precision_reason=reason)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Of the weights while they are loaded, which a CPU does in float32. Fetches their files if need be. Raises as `load`."""
@@ -126,7 +129,19 @@ class Loader:
             model = family(located.folder, resolved.entry, resolved.load, compute)
             model.lease = located.lease
             model.certificate = self._certified(model, located.folder, resolved, compute)
+            self._note_precision(model, resolved, compute)
             return model
+
+    def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
+        """Keep with the model what was asked for, and warn once where its entry or profile itself asks for what is not served."""
+        reason = compute.precision_reason
+        if model.precision != compute.precision:
+            reason = f"the family {resolved.entry.family} computes in {model.precision}"
+        model.requested_precision, model.precision_reason = compute.requested, reason
+        told = (resolved.residency, reason)
+        if reason and resolved.load.precision and told not in self._told:
+            self._told.add(told)
+            _logger.warning("%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason)
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
         """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""

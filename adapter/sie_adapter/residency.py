@@ -38,6 +38,8 @@ class Weights(Protocol):
     memory_bytes: int
     attention: str
     precision: str
+    requested_precision: str
+    precision_reason: str
     max_tokens: int
     rows: Mapping[str, Rows]
     certificate: Mapping[str, Any]
@@ -70,7 +72,8 @@ class Resident:
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model, entry.revision, self.fingerprint, weights.precision, weights.attention, weights.memory_bytes,
-            round(now_s - self.last_used_s, 3), self.peak_bytes, dict(weights.certificate),
+            round(now_s - self.last_used_s, 3), self.peak_bytes, dict(weights.certificate), weights.requested_precision,
+            weights.precision_reason,
         )  # fmt: skip
 
 

@@ -187,7 +187,8 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """A resident model, as resolved on this device. `idle_s` since its last use. `memory_bytes` of its weights, `peak_bytes` of its
-    activations at most, as far as measured."""
+    activations at most, as far as measured. `requested_precision`: what its entry asks for, else the default; `precision_reason`: why
+    `precision` is another one, empty if it is not."""
 
     model: str
     revision: str
@@ -198,6 +199,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     idle_s: float = 0.0
     peak_bytes: int = 0
     certificate: dict[str, Any] = {}
+    requested_precision: str = ""
+    precision_reason: str = ""
 
 
 class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):

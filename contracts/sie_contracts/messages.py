@@ -249,6 +249,15 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes_per_s: float = 0.0
 
 
+class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """In which precision a loaded model computes. `requested`: what its entry or profile asks for, else the worker's default. `reason`: why
+    `served` is another one, empty if it is not."""
+
+    served: str
+    requested: str = ""
+    reason: str = ""
+
+
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it, `cost_rate`
     the tokens a second that were taken in for it lately, `fetched` how far its weights are while they come to the worker's disk."""
@@ -264,6 +273,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     oldest_s: float = 0.0
     cost_rate: float = 0.0
     fetched: Fetched | None = None
+    precision: ServedPrecision | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):

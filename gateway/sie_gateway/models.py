@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from sie_contracts.catalogue import Catalogue, ModelEntry, listed_outputs, widths
+from sie_contracts.messages import Heartbeat, ModelStatus
 from sie_contracts.options import LORA_FAMILIES
 from sie_gateway.aliases import alias_infos
 from sie_gateway.fleet import Fleet
@@ -34,7 +36,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "bundles": list(catalogue.bundles_of(entry)), "worker_count": len(loaded), "workers": loaded,
         "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None, "score_scale": score_scale(entry),
         "supports_lora": entry.family in LORA_FAMILIES, "prompts": sorted(entry.prompts), "revision": entry.revision,
-        "certificate": certificate,
+        "certificate": certificate, "precision": _precision(resolved.load.precision, reports),
         "fingerprint": fingerprint,
         "downloads": [
             {"worker": worker, "done_bytes": each.done_bytes, "total_bytes": each.total_bytes, "bytes_per_s": each.bytes_per_s}
@@ -44,6 +46,14 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     if profile != "default":
         info["variant_of"] = entry.id
     return info
+
+
+def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
+    """What the entry or profile asks for, else the default of the workers; what they serve; why that is another one. Workers may differ."""
+    told = [status.precision for _, status in reports if status.precision is not None]
+    requested = own or next((each.requested for each in told if each.requested), None)
+    reasons = sorted({each.reason for each in told if each.reason})
+    return {"requested": requested, "served": sorted({each.served for each in told}), "reason": "; ".join(reasons) or None}
 
 
 def _profile(entry: ModelEntry, name: str) -> dict[str, Any]:

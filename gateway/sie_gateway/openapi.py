@@ -275,6 +275,7 @@ _MODEL_INFO = _map(
     matryoshka_dims=_one_of(_list(_WHOLE), _NULL), score_scale=_one_of(_TEXT, _NULL), supports_lora=_FLAG, prompts=_list(_TEXT),
     revision=_TEXT, certificate=_one_of(_ANY, _NULL), fingerprint=_one_of(_TEXT, _NULL), variant_of=_TEXT,
     downloads=_list(_map(worker=_TEXT, done_bytes=_WHOLE, total_bytes=_WHOLE, bytes_per_s=_NUMBER)),
+    precision=_map(requested=_one_of(_TEXT, _NULL), served=_list(_TEXT), reason=_one_of(_TEXT, _NULL)),
 )  # fmt: skip
 _POOL = _map(
     ("name", "spec", "status"), name=_TEXT,

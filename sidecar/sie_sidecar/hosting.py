@@ -22,7 +22,7 @@ import msgspec
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.messages import Fetched, ModelStatus
+from sie_contracts.messages import Fetched, ModelStatus, ServedPrecision
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -43,6 +43,11 @@ _logger = logging.getLogger("sie.sidecar.hosting")
 
 def _one() -> int:
     return 1
+
+
+def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
+    """In which precision it computes, as heartbeats tell it."""
+    return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
 class Hosted:
@@ -124,6 +129,7 @@ class Hosted:
             self.name, state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
             self.error.info() if self.error else None, loaded.certificate or None if loaded else None, self.load_s,
             cost_rate=round(self.cost_rate(now_s), 1), fetched=fetched if state == "loading" else None,
+            precision=_precision(loaded) if loaded else None,
         )  # fmt: skip
 
     def cool_down_s(self) -> float:

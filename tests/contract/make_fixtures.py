@@ -42,6 +42,7 @@ from sie_contracts.messages import (
     Reservation,
     Reservations,
     RunOptions,
+    ServedPrecision,
     Stages,
     Vectors,
     WorkItem,
@@ -159,6 +160,10 @@ EXAMPLES: dict[str, Any] = {
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
         models=(ModelStatus("org/model", "loading", fetched=Fetched(1 << 20, 1 << 30, 5e6)),),
     ),
+    "heartbeat-1-precision": Heartbeat(
+        worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
+        models=(ModelStatus("org/model", "loaded", precision=ServedPrecision("float32", "bfloat16", "no instructions")),),
+    ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),
     "ipc2-Ping": ipc.Ping(("org/model",)),
@@ -195,6 +200,10 @@ EXAMPLES: dict[str, Any] = {
         _LOADED, b'{"model": {}}', 512, {"score": Rows("sides", Side(3, 32, 32, False), Side(4, 300))}, 1.25, ("org/other",)
     ),
     "ipc2-Ready-kinds": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(tokens=True, pairs=True, vectors=128)}),
+    "ipc2-Ready-precision": ipc.Ready(
+        LoadedModel("org/model", "abc", "f00d", "float32", "sdpa", requested_precision="bfloat16", precision_reason="no instructions"),
+        b"{}", 512,
+    ),
     "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
     "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
     "ipc2-BatchDone-padded": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12),

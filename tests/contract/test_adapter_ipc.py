@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 from unit.adapter import toys
 
+from sie_adapter.precision import bfloat16_lacks
 from sie_contracts import ipc
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import Failed, Ok, RunOptions
@@ -116,12 +117,13 @@ def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tok
         assert np.abs(got - alone[chosen]).max() <= 1e-5
 
 
+@pytest.mark.precision
 def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
     """W4, in 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""
     ready = client.load("mini-16", {**ENTRY, "load": {"precision": "bfloat16"}})
-    capabilities = torch.cpu.get_capabilities()
-    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    assert ready.loaded.precision == ("bfloat16" if has_bfloat16 else "float32")
+    loaded = ready.loaded
+    assert (loaded.precision, loaded.precision_reason) == ("float32" if bfloat16_lacks() else "bfloat16", bfloat16_lacks())
+    assert loaded.requested_precision == "bfloat16"
     texts = oracle.ragged_texts(64, 9, longest=200)
     expected = oracle.encode(texts)
     for size in (1, 2, 7, 64):

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from oracle import ragged_texts
 from parity.heads_checkpoints import M3_WIDTH
 
+from sie_adapter.precision import bfloat16_lacks
 from sie_contracts import arrays
 from sie_contracts.muvera import Muvera
 from sie_contracts.options import DTYPES
@@ -521,11 +522,20 @@ def test_the_models_api_says_what_each_model_does(client: httpx.Client) -> None:
         assert {info["id"].removeprefix("test/") for info in found} == able
 
 
+@pytest.mark.precision
 def test_a_profile_in_another_precision_is_a_copy_of_its_own(client: httpx.Client) -> None:
     (exact,) = vectors(client, "mini", [PAIRED])
     (rounded,) = vectors(client, "mini:bf16", [PAIRED])
     assert float(exact["dense"]["values"] @ rounded["dense"]["values"]) > 0.999
-    assert not np.array_equal(exact["dense"]["values"], rounded["dense"]["values"])
+    infos = [client.get(f"/v1/models/test/{name}").json() for name in ("mini", "mini:bf16")]
+    assert all(info["loaded"] for info in infos)
+    assert infos[0]["fingerprint"] != infos[1]["fingerprint"]
+    # where the CPU has no bfloat16 the copy computes in float32, and the models API says so
+    lacks = bfloat16_lacks()
+    assert infos[0]["precision"] == {"requested": "float32", "served": ["float32"], "reason": None}
+    assert infos[1]["precision"] == {"requested": "bfloat16", "served": ["float32" if lacks else "bfloat16"], "reason": lacks or None}
+    differs = np.abs(exact["dense"]["values"] - rounded["dense"]["values"]).max() > 1e-5
+    assert bool(differs) == (not lacks)
 
 
 def test_the_client_scores_and_extracts(cluster: Cluster) -> None:

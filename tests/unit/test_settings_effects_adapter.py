@@ -21,10 +21,11 @@ from object_stores import Place
 from safetensors.torch import save_file
 from unit.adapter import toys
 
-from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_precision
+from sie_adapter.device import AttentionFacts, Memory, resolve_attention
 from sie_adapter.engine import Engine
 from sie_adapter.instrumentation import MOST_BATCHES, Instrumentation
 from sie_adapter.lanes import Job
+from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.residency import Residency
 from sie_adapter.weights import Progress
 from sie_adapter.weights.cluster import ClusterCache
@@ -92,16 +93,19 @@ def test_the_attention_backend_reaches_what_models_are_loaded_with() -> None:
             assert engine.loader.compute(None).backend == expected
 
 
+@pytest.mark.precision
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 def test_the_default_precision_holds_for_models_without_their_own(precision: str) -> None:
     """SIE_DEFAULT_COMPUTE_PRECISION: a CPU, which does 16 bit badly, says what it took instead."""
     settings: Any = settings_of(SIE_DEFAULT_COMPUTE_PRECISION=precision)
-    on_gpu = resolve_precision(None, settings.default_compute_precision, "cuda", has_bfloat16=False)
-    assert str(on_gpu) == f"torch.{precision}"
-    assert resolve_precision("float32", settings.default_compute_precision, "cuda", has_bfloat16=False) is torch.float32
+    on_gpu, reason = resolve_precision(None, settings.default_compute_precision, "cuda", lacks="of a CPU")
+    assert (str(on_gpu), reason) == (f"torch.{precision}", "")
+    assert resolve_precision("float32", settings.default_compute_precision, "cuda", lacks="") == (torch.float32, "")
     with engine_of(SIE_DEFAULT_COMPUTE_PRECISION=precision) as engine:
-        assert engine.loader.compute(None).precision in (["float32"] if precision == "float32" else ["bfloat16", "float32"])
+        compute = engine.loader.compute(None)
         assert engine.loader.compute("float32").precision == "float32"
+    served = "float32" if precision == "float32" or bfloat16_lacks() else "bfloat16"
+    assert (compute.requested, compute.precision, bool(compute.precision_reason)) == (precision, served, served != precision)
 
 
 def snapshot(cache: Path) -> Path:
@@ -283,7 +287,8 @@ class Toy:
 
     tokenizer = b""
     memory_bytes = 0
-    attention = precision = "toy"
+    attention = precision = requested_precision = "toy"
+    precision_reason = ""
     certificate: ClassVar[dict[str, str]] = {}
 
 

@@ -294,13 +294,15 @@ async def info(inference: Inference, call: Call, raw: bytes) -> Answer:
     """What serves, in the words of TEI's /info."""
     resolved = model_for(inference, call, "embed")
     entry, workers = resolved.entry, inference.workers_of(resolved.bundle)
+    loaded = (status for beat in workers for status in beat.models if status.model == resolved.residency)
+    served = next((status.precision.served for status in loaded if status.precision is not None), entry.load.precision or "float32")
     kind: dict[str, Any] = {"embedding": {"pooling": entry.run.pooling or "mean"}}
     if "score" in entry.tasks and "encode" not in entry.tasks:
         kind = {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
     elif classifies(entry):
         kind = {"classifier": {"id2label": {}, "label2id": {}}}
     return Answer(orjson.dumps({
-        "model_id": entry.id, "model_sha": entry.revision, "model_dtype": entry.load.precision or "float32", "served_model_name": entry.id,
+        "model_id": entry.id, "model_sha": entry.revision, "model_dtype": served, "served_model_name": entry.id,
         "model_type": kind, "max_concurrent_requests": inference.max_concurrent, "max_input_length": entry.max_tokens,
         "max_batch_tokens": max((beat.batch_cost for beat in workers), default=0) or entry.max_tokens, "max_batch_requests": None,
         "max_client_batch_size": inference.max_items(call), "auto_truncate": True, "tokenization_workers": max(1, len(workers)),

@@ -1,4 +1,4 @@
-"""What resolves to what: device, precision, attention."""
+"""What resolves to what: device, attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sie_adapter import device as devices
-from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_device, resolve_precision, uses_varlen_kernel
+from sie_adapter.device import AttentionFacts, Memory, resolve_attention, resolve_device, uses_varlen_kernel
 from sie_contracts.settings import SettingError
 
 AMPERE = AttentionFacts("cuda", (8, 0), flash_present=True, varlen_present=True, is_16_bit=True)
@@ -36,22 +36,6 @@ MPS = AttentionFacts("mps", is_16_bit=True)
 def test_attention_resolves(requested: str, facts: AttentionFacts, backend: str, reason: str, varlen: bool) -> None:
     assert resolve_attention(requested, facts) == (backend, reason)
     assert uses_varlen_kernel(facts) is varlen
-
-
-@pytest.mark.parametrize(
-    ("own", "default", "device_type", "has_bfloat16", "expected"),
-    [
-        (None, "float16", "cpu", True, torch.bfloat16),
-        (None, "float16", "cpu", False, torch.float32),
-        ("bfloat16", "float32", "cpu", False, torch.float32),
-        ("float32", "float16", "cpu", True, torch.float32),
-        ("bfloat16", "float16", "cuda", False, torch.bfloat16),
-        (None, "float16", "cuda", False, torch.float16),
-        (None, "float32", "mps", False, torch.float32),
-    ],
-)
-def test_precision_resolves(own: str | None, default: str, device_type: str, has_bfloat16: bool, expected: torch.dtype) -> None:
-    assert resolve_precision(own, default, device_type, has_bfloat16=has_bfloat16) is expected  # type: ignore[arg-type]
 
 
 def test_a_named_device_that_is_absent_is_a_start_error_with_the_name_of_the_setting() -> None:

@@ -24,6 +24,8 @@ class FakeWeights:
     tokenizer: bytes = b"{}"
     attention: str = "sdpa"
     precision: str = "float32"
+    requested_precision: str = "float32"
+    precision_reason: str = ""
     max_tokens: int = 8
     certificate: dict[str, str] = field(default_factory=dict)
 

