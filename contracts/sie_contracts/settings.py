@@ -288,7 +288,7 @@ class Settings:
     device: str = _row("auto", "SIE_DEVICE", "adapter", DEVICE, "Device of all forward passes; auto takes CUDA, then MPS, then CPU. A named device that is absent is a start error.")
     models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config adapter", STORE, "Folder or bucket of model files laid over the packaged catalogue; a folder also of LoRAs that requests may name by path; ./models is used when it exists. One that is named and missing is a start error.")
     model_filter: tuple[str, ...] | None = _row(None, "SIE_MODEL_FILTER", "config", LIST, "Only these models are available. An unknown name is a start error.")
-    gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar gateway", LABEL, "Overrides the detected GPU label; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
+    gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar gateway", LABEL, "Overrides the detected type of the GPU, by which requests may be routed; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
     # weights
     local_cache: str | None = _row(None, "SIE_LOCAL_CACHE", "adapter", PATH, "First place looked up for weights, and where downloads land. Default: HF_HOME.")
     cluster_cache: str | None = _row(None, "SIE_CLUSTER_CACHE", "adapter", CLUSTER_STORE, "Shared weights, second in order after the local cache; `sie weights push` fills it. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables.")

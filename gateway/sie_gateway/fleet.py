@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, CoreMessage
 from sie_contracts.catalogue import Resolved
-from sie_contracts.errors import BundleConflict, InvalidInput, PoolNotFound
+from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
+from sie_contracts.gpu_type import gpu_type
 from sie_contracts.messages import Fetched, Heartbeat, ModelStatus, PoolSpec
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
@@ -41,11 +44,13 @@ class _Lane:
         self.beats: dict[str, Heartbeat] = {}
         self.loaded: dict[str, set[str]] = {}  # model -> workers
         self.unloading: set[str] = set()  # workers
+        self.types: Counter[str] = Counter()  # workers by the type of their device
         self._names: list[str] | None = None
 
     def put(self, beat: Heartbeat) -> None:
         """A worker that is not here."""
         self.beats[beat.worker] = beat
+        self.types[_type(beat)] += 1
         self._names = None
         for status in beat.models:
             if status.state == "loaded":
@@ -55,6 +60,7 @@ class _Lane:
 
     def drop(self, beat: Heartbeat) -> None:
         del self.beats[beat.worker]
+        self.types -= Counter([_type(beat)])  # a type without workers goes
         self._names = None
         self.unloading.discard(beat.worker)
         for status in beat.models:
@@ -212,11 +218,13 @@ class Fleet:
         return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
-        """The lane of a request. A named machine profile is a constraint; without one a worker that has the model is preferred.
+        """The lane of a request. A named machine profile, or type of GPU, is a constraint; without one a worker that has the model is
+        preferred.
 
         With no worker of the bundle up, work waits in the lane of the first machine profile that a reservation asks for or that is
         configured, or of this installation's own. A reservation has what it asks for and nothing else.
-        Raises PoolNotFound, BundleConflict, and InvalidInput with reason gpu_not_configured.
+        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured, and, without a list of machine profiles, NotFound
+        where no worker is what was named, Provisioning while none is there at all.
         """
         if pool not in known_pools:
             raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
@@ -233,15 +241,41 @@ class Fleet:
         self._expire()
         serving = self._served.get((pool, bundle), {})
         if machine_profile:
-            if configured:
-                machine_profile = _configured(machine_profile, configured)
-            elif machine_profile not in serving:
-                machine_profile = ""  # a single kind of node, unnamed: any name means it
-        if not machine_profile:
-            loaded = [name for name, of_lane in serving.items() if resolved.residency in of_lane.loaded]
-            names = loaded or serving
+            wanted = _configured(machine_profile, configured) if configured else machine_profile
+            types = {profile: of_lane.types for profile, of_lane in serving.items()}
+            found = _named(wanted, types, self._with(serving, resolved.residency))
+            machine_profile = found or (wanted if configured else self._awaited(wanted, pool, bundle))
+        else:
+            names = self._with(serving, resolved.residency) or serving
             machine_profile = min(names) if names else (configured[0].lower() if configured else self._settings.profile)
         return Lane(pool, machine_profile, bundle)
+
+    @staticmethod
+    def _with(serving: Mapping[str, _Lane], residency: str) -> list[str]:
+        """The machine profiles of which a worker has the model loaded."""
+        return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
+
+    def _awaited(self, wanted: str, pool: str, bundle: str) -> str:
+        """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or this
+        installation's own. Raises NotFound, Provisioning."""
+        known: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
+        serving = self._served.get((pool, bundle), {})
+        for _, beat in self._seen.values():
+            if (beat.pool, beat.bundle) == (pool, bundle):
+                known.setdefault(beat.machine_profile, Counter())[_type(beat)] += 1
+        if (found := _named(wanted, known, ())) is not None and found not in serving:
+            return found
+        there = sorted({*serving, *(kind for of_lane in serving.values() for kind in of_lane.types if kind)})
+        extras: dict[str, Any] = {"status": "gpu_not_configured", "gpu": wanted[:60], "configured_gpu_types": there}
+        if there:
+            why = f"no worker is {wanted[:60]!r}"
+            if mixed := [name for name, of_lane in serving.items() if gpu_type(wanted) in of_lane.types]:
+                why = f"the workers of {mixed[0]} are of several types: give each type a SIE_MACHINE_PROFILE of its own"
+            message = f"X-SIE-MACHINE-PROFILE: {why}; there are {', '.join(there)}"
+            raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
+        message = f"no worker is ready yet, so none is {wanted[:60]!r}"
+        waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}
+        raise Provisioning(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """The state of a model over all healthy workers, and what each reports of it, by worker."""
@@ -256,6 +290,22 @@ class Fleet:
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
         """The workers to whose disk the weights of a model are on their way, ready or not, and how far they are."""
         return [(name, each.fetched) for name, each in sorted(self._reports(model)) if each.fetched is not None and self.is_heard(name)]
+
+
+def _type(beat: Heartbeat) -> str:
+    """Of the worker's GPU, `cpu` of one without."""
+    return gpu_type(beat.gpu) or beat.device.partition(":")[0]
+
+
+def _named(wanted: str, known: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
+    """The machine profile of `known` (with its workers by type) that a request means: by name, its spot kind, or the type that all
+    of its workers have; of several the `preferred`. None where it means none of them."""
+    for name in (wanted, f"{wanted}-spot"):
+        if name in known:
+            return name
+    kind = gpu_type(wanted)
+    fitting = {name for name, types in known.items() if kind and set(types) == {kind}}
+    return min(fitting.intersection(preferred) or fitting, default=None)
 
 
 def _configured(wanted: str, configured: tuple[str, ...]) -> str:

@@ -206,7 +206,6 @@ class Inference:
         else:
             options = RequestOptions(asked.run)
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        options = _with_warning(options, headers, lane)
         return Understood(asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority))
 
     async def run(self, call: Call, asked: Asked) -> Finished:
@@ -412,15 +411,6 @@ def _with_error_mode(parameters: Mapping[str, Any], mode: str) -> Mapping[str, A
     if options is not None and not isinstance(options, dict):
         return parameters  # refused with all others of its kind
     return {**parameters, "options": {"on_item_error": mode, **(options or {})}}
-
-
-def _with_warning(options: RequestOptions, headers: Mapping[str, str], lane: Lane) -> RequestOptions:
-    """The options, with a warning where another machine profile serves than the one that was named."""
-    named = headers.get("x-sie-machine-profile", "").rpartition("/")[2].strip().lower()
-    if named in ("", lane.machine_profile, lane.machine_profile.removesuffix("-spot")):
-        return options
-    told = f"X-SIE-MACHINE-PROFILE: no machine profiles are configured here; {lane.machine_profile} serves this request"
-    return replace(options, warnings=(*options.warnings, told))
 
 
 def _result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:

@@ -378,8 +378,9 @@ async def test_no_text_and_no_request_id_is_in_any_metric_or_frame(cluster: InPr
     """X4"""
     gateway = await cluster.gateway()
     sidecar = await cluster.sidecar()
-    answer = await gateway.encode(CANARY, X_Request_ID=f"{CANARY}-id", X_SIE_MACHINE_PROFILE=f"{CANARY}-gpu")
+    answer = await gateway.encode(CANARY, X_Request_ID=f"{CANARY}-id")
     assert answer.status_code == 200
+    assert (await gateway.encode(CANARY, X_SIE_MACHINE_PROFILE=f"{CANARY}-gpu")).status_code == 404
     await gateway.client.get(f"/v1/{CANARY}")
     await gateway.encode("x", model=CANARY)
     for text in ((await gateway.get("/metrics")).text, (await sidecar.get("/metrics")).text, (await gateway.client.get("/health")).text):

@@ -18,7 +18,7 @@ from sie_contracts import messages, topology
 from sie_contracts.broker import Delivery
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
-from sie_contracts.errors import InvalidInput, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.messages import ConfigDelta, Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
@@ -271,7 +271,7 @@ def lane(fleet: Fleet, machine_profile: str = "") -> str:
 
 
 async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_worker() -> None:
-    """SIE_GATEWAY_CONFIGURED_GPUS: by name in any case, or its spot kind; unset, any name means the only kind there is."""
+    """SIE_GATEWAY_CONFIGURED_GPUS: by name in any case, or its spot kind; unset, those of the workers that there are."""
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of(SIE_GATEWAY_CONFIGURED_GPUS=" L4-spot , a100"))
     assert lane(fleet) == "l4-spot"
     assert lane(fleet, "a100") == "a100"
@@ -282,7 +282,9 @@ async def test_only_configured_machine_profiles_may_be_asked_for_also_without_a_
     assert caught.value.extras["configured_gpu_types"] == ["L4-spot", "a100"]
     fleet = Fleet(MemoryServer().connect("gateway"), settings_of())
     fleet.note(beat("w1", "cpu"))
-    assert lane(fleet, "h100") == "cpu"
+    assert lane(fleet, "cpu") == "cpu"
+    with pytest.raises(NotFound):
+        lane(fleet, "h100")
 
 
 async def test_a_refused_machine_profile_is_a_400_before_anything_is_queued(cluster: InProcess) -> None:

@@ -187,6 +187,19 @@ async def test_the_gpu_type_overrides_the_detected_label_in_health(cluster: InPr
     assert (await early).headers["x-sie-worker"] == "w1"
 
 
+async def test_without_a_gpu_type_the_detected_one_routes(cluster: InProcess) -> None:
+    """SIE_GPU_TYPE: unset, requests may name what was detected; what nobody is is refused with what there is."""
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter(gpu="NVIDIA H100 80GB HBM3")
+    await cluster.sidecar(adapter)
+    assert (await gateway.encode("x", X_SIE_Machine_Profile="H100")).headers["x-sie-worker"] == "w0"
+    batches = len(adapter.batches)
+    refused = await gateway.encode("x", X_SIE_Machine_Profile="l4")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["reason"], error["configured_gpu_types"]) == (404, "gpu_not_found", ["_default", "h100"])
+    assert len(adapter.batches) == batches
+
+
 async def test_work_of_a_pool_is_taken_by_workers_of_that_pool_only(cluster: InProcess) -> None:
     """SIE_POOL."""
     gateways = {pool: await cluster.gateway(SIE_POOL=pool) for pool in ("a", "b")}
