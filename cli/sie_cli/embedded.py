@@ -42,8 +42,12 @@ class EmbeddedBroker:
     monitor_url: str
 
     @staticmethod
-    def configure(data_dir: Path) -> EmbeddedBroker:
-        """Write the configuration. Raises SettingError if there is no nats-server to run."""
+    def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
+        """Write the configuration. Raises SettingError if there is no nats-server to run.
+
+        `store_bytes`: what all streams together may reserve. The broker's own default is three quarters of the space that is free at its
+        start: with a queue that holds much at a restart, that is less than its streams reserve.
+        """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
         if binary is None:
@@ -54,6 +58,6 @@ class EmbeddedBroker:
         file = data_dir / "nats.conf"
         file.write_text(
             f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nmax_payload: {MAX_PAYLOAD_BYTES}\n'
-            f'jetstream {{ store_dir: "{store}", sync_interval: "{SYNC_INTERVAL}" }}\n'
+            f'jetstream {{ store_dir: "{store}", max_file_store: {store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n'
         )
         return EmbeddedBroker((binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}")

@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0
 GATEWAY = "http://127.0.0.1:8080"  # of commands that ask one, where nothing else is said
+_WARNED = "Whoever started this process has told the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
@@ -31,6 +32,7 @@ def settings_options(*components: str) -> Callable[[F], F]:
         for row in reversed(ROWS):
             if row.name.startswith("SIE_") and not row.secret and not set(components).isdisjoint(row.components):
                 function = _option(row)(function)
+        function = click.option("--warned", hidden=True, is_flag=True, help=_WARNED)(function)
         return click.option("--failpoints", hidden=True, callback=_failpoints, help=failpoints.__doc__)(function)
 
     return decorate
@@ -79,7 +81,7 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
     if found.settings.log_json:
         own_stderr(json=True)
     failpoints.arm(values.get("failpoints") or "")
-    for warning in found.warnings:
+    for warning in () if values.get("warned") else found.warnings:
         if found.settings.log_json:
             logging.getLogger("sie.settings").warning("%s", warning)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import os
 import resource
 import secrets
@@ -28,8 +29,10 @@ import msgspec
 from sie_cli.data_dir import DataDir, default_data_dir, socket_path
 from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
+from sie_cli.preflight import Listener, Needs, faults, store_bytes
 from sie_cli.supervisor import Child, Supervisor
-from sie_contracts.settings import BY_NAME, ROWS, Row, SettingError, Settings, public_url
+from sie_contracts.runtime.process import EXIT_BAD_SETTING
+from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, SettingError, Settings, public_url
 
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
@@ -85,8 +88,8 @@ def serve(
     failpoints = values.pop("failpoints", None)  # they are its children's
     found = loaded(values, "standalone" if standalone else "queue")
     plan = Plan(
-        host, port, (data_dir or default_data_dir()).absolute(), standalone, workers, gateways, spare, found.settings, flags_of(values),
-        os.environ, ("--failpoints", failpoints) if failpoints else (),
+        host, port, (data_dir or default_data_dir()).absolute(), standalone, workers, gateways, spare, _with_free_ports(found),
+        flags_of(values), os.environ, ("--failpoints", failpoints) if failpoints else (),
     )  # fmt: skip
     try:
         if standalone and gateways > 1:
@@ -94,9 +97,32 @@ def serve(
         if port + gateways - 1 > 65535:
             raise SettingError("--port", f"{gateways} gateways from {port} on pass the last port, 65535")
         with DataDir(plan.data_dir):
+            if lacking := faults(_needs(plan)):
+                for fault in lacking:
+                    click.echo(f"error: {fault}", err=True)
+                sys.exit(EXIT_BAD_SETTING)
             sys.exit(asyncio.run(_Serve(plan).run()))
     except SettingError as error:
         refuse(error)
+
+
+def _with_free_ports(found: Loaded) -> Settings:
+    """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often taken."""
+    given = [name for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT") if found.sources[name] == "default"]
+    return dataclasses.replace(found.settings, **{BY_NAME[name].field: 0 for name in given})  # type: ignore[arg-type]
+
+
+def _needs(plan: Plan) -> Needs:
+    """What this run takes of the machine. Ports that nobody named are free: they are looked for later."""
+    settings = plan.settings
+    listeners = [
+        Listener("--port", plan.host, plan.port, plan.gateways),
+        Listener("--gateway-metrics-port", plan.host, settings.gateway_metrics_port, plan.gateways),
+        Listener("--worker-metrics-port", plan.host, settings.worker_metrics_port, plan.workers),
+    ]
+    has_broker = not plan.standalone and settings.nats_url is None
+    named = tuple(listener for listener in listeners if listener.port)
+    return Needs(named, plan.data_dir, has_broker, plan.gateways, plan.workers, settings)
 
 
 class _Output:
@@ -141,6 +167,7 @@ class _Serve:
         self._stop = asyncio.Event()
         self._readiness: dict[str, str] = {}
         self._monitor_url = ""
+        self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by who serves them
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -160,7 +187,7 @@ class _Serve:
         try:
             for child in [*broker, *config, *gateways, *sidecars, *adapters]:
                 await supervisor.start(child)
-            watching = [asyncio.create_task(self._until_ready(), name="readiness")]
+            watching = [asyncio.create_task(self._until_ready(supervisor), name="readiness")]
             if self._monitor_url and broker:
                 watching.append(asyncio.create_task(self._watch_broker(supervisor, broker[0]), name="broker health"))
             stopping = asyncio.create_task(self._stop.wait(), name="stop")
@@ -173,7 +200,7 @@ class _Serve:
             for group in (gateways, sidecars, adapters, config, broker):
                 await supervisor.stop(group)
         if supervisor.fatal.done():
-            self._say("serve", f"{supervisor.fatal.result()} refused its settings, see above")
+            self._say("serve", supervisor.fatal.result())
             return 2
         self._say("serve", "stopped")
         return 0
@@ -208,10 +235,11 @@ class _Serve:
         if settings.gateway_url is None:
             urls = [f"http://{_reachable(plan.host)}:{plan.port + number}" for number in range(1 if plan.standalone else plan.gateways)]
             self._flags["SIE_GATEWAY_URL"] = ",".join(urls)
-        worker_port = settings.worker_metrics_port
+        worker_port = settings.worker_metrics_port or free_port(plan.workers)
+        gateway_port = settings.gateway_metrics_port or free_port(plan.gateways)
+        self._metrics = {"gateway": (gateway_port, plan.gateways), "worker": (worker_port, plan.workers)}
         if plan.standalone:
-            worker_port = worker_port or free_port()
-            self._flags["SIE_WORKER_METRICS_PORT"] = str(worker_port)
+            self._flags |= {"SIE_WORKER_METRICS_PORT": str(worker_port), "SIE_GATEWAY_METRICS_PORT": str(gateway_port)}
             self._name_workers([worker_port + number for number in range(plan.workers)])
             extra = [
                 "--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir), "--workers", str(plan.workers),
@@ -225,7 +253,7 @@ class _Serve:
         broker: list[Child] = []
         monitor: list[str] = []
         if settings.nats_url is None:
-            embedded = EmbeddedBroker.configure(plan.data_dir)
+            embedded = EmbeddedBroker.configure(plan.data_dir, store_bytes(plan.data_dir))
             broker = [Child("nats-server", embedded.argv, _without_secrets(self._environ), _LAST_GRACE_S)]
             self._environ["SIE_NATS_URL"] = embedded.url
             self._monitor_url = embedded.monitor_url
@@ -237,12 +265,12 @@ class _Serve:
             config_port = free_port()
             self._flags["SIE_CONFIG_SERVICE_URL"] = f"http://127.0.0.1:{config_port}"
             config = [self._child("config", "config", ["--port", str(config_port)], {}, _LAST_GRACE_S)]
-        worker_ports = [worker_port + number if worker_port else free_port() for number in range(plan.workers)]
+        worker_ports = [worker_port + number for number in range(plan.workers)]
         self._name_workers(worker_ports)
         gateways = []
         for number in range(plan.gateways):
             extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S), *monitor]
-            own = {"SIE_GATEWAY_METRICS_PORT": str(settings.gateway_metrics_port + number if settings.gateway_metrics_port else 0)}
+            own = {"SIE_GATEWAY_METRICS_PORT": str(gateway_port + number)}
             name = _numbered("gateway", number, plan.gateways)
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
             self._readiness[name] = f"http://{_reachable(plan.host)}:{plan.port + number}/readyz"
@@ -270,7 +298,7 @@ class _Serve:
     def _child(self, name: str, role: str, extra: list[str], own: Mapping[str, str], grace_s: float) -> Child:
         components = ("gateway", "config", "sidecar") if role == "standalone" else (role,)
         flags = {**self._flags, **own}
-        argv = [*_command(), role, *extra]
+        argv = [*_command(), role, "--warned", *extra]
         for row in ROWS:
             if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
                 argv += flag(row, flags[row.name])
@@ -281,7 +309,7 @@ class _Serve:
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
-    async def _until_ready(self) -> None:
+    async def _until_ready(self, supervisor: Supervisor) -> None:
         """Say what is ready."""
         started_s = last_told_s = time.monotonic()
         waiting = dict(self._readiness)
@@ -297,6 +325,7 @@ class _Serve:
                     last_told_s = time.monotonic()
                 if waiting:
                     await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
+        supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
 
@@ -329,11 +358,22 @@ class _Serve:
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
+            f"metrics {self._metrics_urls()}",
             *([f"models  sie models list --url {config}  ({token_of})"] if config else []),
             *([f"keys    sie keys create NAME --nats-url {broker}"] if mode == "token" else []),
             f'try     curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
         ):
             self._say("serve", line)
+
+
+    def _metrics_urls(self) -> str:
+        """Where Prometheus finds each gateway and each worker."""
+        host = _reachable(self._plan.host)
+        parts = [
+            f"{name} " + ", ".join(f"http://{host}:{first + number}/metrics" for number in range(count))
+            for name, (first, count) in self._metrics.items()
+        ]
+        return "; ".join(parts)
 
 
 def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from sie_contracts.runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+MAX_FIRST_FAILURES = 5  # in a row, of a child that was never up: its cause will not go away by itself
 STEADY_S = 30.0  # a child that lived this long starts again without a pause
 _PR_SET_PDEATHSIG = 1
 
@@ -51,12 +52,17 @@ class Child:
 
 
 class Supervisor:
-    """Owns the children. `say(child, line)` gets every line they print. `fatal` is set when one refuses its settings: no restart helps."""
+    """Owns the children. `say(child, line)` gets every line they print.
+
+    `fatal` says why no restart helps: one refuses its settings, or one failed MAX_FIRST_FAILURES times before `is_up`, which its owner sets
+    when everything was ready once. From then on a child is started again however often it ends.
+    """
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say
         self._children: list[Child] = []
         self._arrange = _die_with_parent()
+        self.is_up = False
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, child: Child) -> None:
@@ -87,7 +93,7 @@ class Supervisor:
             self._say(child.name, line.decode("utf-8", "replace").rstrip("\n"))
 
     async def _keep(self, child: Child) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, failures = FIRST_PAUSE_S, 0
         while not child.ending:
             assert child.process is not None
             started_s = time.monotonic()
@@ -95,12 +101,15 @@ class Supervisor:
             if child.ending:
                 return
             if status == EXIT_BAD_SETTING:
-                if not self.fatal.done():
-                    self.fatal.set_result(child.name)
+                self._give_up(f"{child.name} refused its settings, see above")
                 return
-            if time.monotonic() - started_s > STEADY_S:
-                pause_s = FIRST_PAUSE_S
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            failures += 1
+            if time.monotonic() - started_s > STEADY_S:
+                pause_s, failures = FIRST_PAUSE_S, 0
+            if not self.is_up and failures >= MAX_FIRST_FAILURES:
+                self._give_up(f"{child.name} {how}, {failures} times in a row before it was ready: its last lines above say why")
+                return
             self._say(child.name, f"{how}; starting again in {pause_s:g} s")
             await asyncio.sleep(pause_s)  # the back-off between restarts
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -112,6 +121,10 @@ class Supervisor:
                 except OSError as error:  # no process or no memory to be had now
                     self._say(child.name, f"cannot be started: {error}")
                     await asyncio.sleep(LONGEST_PAUSE_S)
+
+    def _give_up(self, reason: str) -> None:
+        if not self.fatal.done():
+            self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
         """SIGTERM, wait for at most each child's grace, SIGKILL. All at once; returns when they are gone."""

@@ -332,7 +332,7 @@ class Settings:
     gateway_k8s_service: str = _row("sie-worker", "SIE_GATEWAY_K8S_SERVICE", "gateway", LABEL, "Service of endpoint discovery.")
     gateway_k8s_port: int = _row(8080, "SIE_GATEWAY_K8S_PORT", "gateway", _whole(1, 65535), "Worker port of endpoint discovery: the workers' SIE_WORKER_METRICS_PORT.")
     gateway_api_metrics: bool = _row(False, "SIE_GATEWAY_API_METRICS", "gateway", BOOL, "Whether /metrics is also on the API port, for tokens with the scope metrics. `sie serve` turns it on.")
-    gateway_metrics_port: int = _row(9090, "SIE_GATEWAY_METRICS_PORT", "gateway", PORT, "Port of /metrics and the probes, never behind a token. 0 picks a free one.")
+    gateway_metrics_port: int = _row(9090, "SIE_GATEWAY_METRICS_PORT", "gateway", PORT, "Port of /metrics and the probes, never behind a token. 0 picks a free one, as `sie serve` does unless it is told another.")
     gateway_request_timeout: float = _row(120.0, "SIE_GATEWAY_REQUEST_TIMEOUT", "gateway", _number(0, 600, open_low=True), "Budget of a request, seconds; a smaller X-SIE-Timeout-Ms wins.")
     load_hold_s: float = _row(20.0, "SIE_LOAD_HOLD_S", "gateway", _number(0, 29.999), "How long a request waits for a cold model or lane, seconds.")
     root_path: str | None = _row(None, "SIE_ROOT_PATH", "gateway", _pattern("a path that starts with / and does not end with it", r"(/[A-Za-z0-9._~-]+)+"), "Prefix under which a reverse proxy serves the gateway.")
@@ -347,7 +347,7 @@ class Settings:
     ipc_socket_path: str = _row("/tmp/sie-ipc.sock", "SIE_IPC_SOCKET_PATH", "sidecar adapter", ("an absolute path of at most 100 bytes", _socket_path), "Socket between sidecar and adapter, mode 0600.")  # noqa: S108
     max_concurrent_batches: int = _row(4, "SIE_MAX_CONCURRENT_BATCHES", "sidecar", _whole(1, 64), "Batches that the sidecar may have in progress.")
     ipc_pool_size: int | None = _row(None, "SIE_IPC_POOL_SIZE", "sidecar", _whole(1), "Connections to the adapter for batches; one more carries control. Default: SIE_MAX_CONCURRENT_BATCHES.")
-    worker_metrics_port: int = _row(9095, "SIE_WORKER_METRICS_PORT", "sidecar", PORT, "Port of the sidecar's /metrics, /healthz and /readyz. 0 picks a free one.")
+    worker_metrics_port: int = _row(9095, "SIE_WORKER_METRICS_PORT", "sidecar", PORT, "Port of the sidecar's /metrics, /healthz and /readyz. 0 picks a free one, as `sie serve` does unless it is told another.")
     worker_id: str | None = _row(None, "SIE_WORKER_ID", "sidecar", LABEL, "Stable id in logs, results and health. Default: the pod's host name, else a UUID.")
     machine_profile: str | None = _row(None, "SIE_MACHINE_PROFILE", "sidecar gateway", LABEL, "Kind of node, for routing, and the key of measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL.")
     gpu_count: int = _row(1, "SIE_GPU_COUNT", "sidecar", _whole(0), "GPUs advertised in health.")

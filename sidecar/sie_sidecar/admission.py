@@ -14,7 +14,7 @@ import msgspec
 
 from sie_contracts.broker import CoreMessage
 from sie_contracts.runtime.failpoints import failpoint
-from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.process import START_S, Stop, Trouble
 from sie_contracts.settings import Secret
 from sie_contracts.topology import pool_name
 
@@ -76,13 +76,13 @@ class Admission:
 
     async def run(self, stop: Stop) -> None:
         """Ask now, every ASK_S and after each hint until `stop`."""
-        failures, pool = 0, self.pool()
+        trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:
-                trouble = await self._ask_any()
-                failures = failures + 1 if trouble else 0
-                if failures == 2:  # once may be a gateway that starts together with this worker
-                    _logger.warning("no gateway assigns a pool: %s", trouble)
+                if reason := await self._ask_any():
+                    trouble.met(reason)
+                else:
+                    trouble.passed()
                 self.asked.set()
                 if pool != self.pool():
                     pool = self.pool()

@@ -53,10 +53,10 @@ class Assignment:
 
     def __init__(
         self, broker: Broker, lane: Lane, worker: str, now_s: Callable[[], float], loaded: Callable[[str], bool],
-        held: Callable[[str], bool], on_change: Callable[[], None],
+        held: Callable[[str], bool], on_change: Callable[[], None], is_up: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`now_s`: the broker's time. `loaded`, `held`: whether this worker has the model loaded, has work of it in hand. `on_change` is
-        called when the table has changed."""
+        called when the table has changed. `is_up`: whether the adapter is there, without which no gateway places anything here."""
         self._broker = broker
         self._lane = lane
         self._worker = worker
@@ -64,6 +64,8 @@ class Assignment:
         self._loaded = loaded
         self._held = held
         self._on_change = on_change
+        self._is_up = is_up
+        self._was_up = False  # when the wait for the first table began
         self._watch: Subscription | None = None
         self._first: asyncio.TimerHandle | None = None  # while the first table is waited for
         self._waiting: frozenset[str] = frozenset()  # models with work at two looks in a row while the table was old
@@ -80,9 +82,16 @@ class Assignment:
             await self._on_entry(entry)
         self._watch = await bucket.watch(self._on_entry, entry.revision if entry else 0)
         if self.table is None:
-            self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
+            self._await_table()
+
+    def _await_table(self) -> None:
+        self._was_up = self._is_up()
+        self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
     def _no_table(self) -> None:
+        if not self._was_up:  # only now may a gateway have heard of this worker
+            self._await_table()
+            return
         _logger.warning("no placement table within %g s: no gateway is there, all work is pulled", FIRST_S)
         self._first = None
         self._on_change()

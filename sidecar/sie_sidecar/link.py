@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge, SIEError
 from sie_contracts.messages import Fetched
-from sie_contracts.runtime.process import Stop, Trouble
+from sie_contracts.runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
@@ -96,7 +96,7 @@ class AdapterLink:
 
     async def run(self, stop: Stop) -> None:
         """Connect, ping, reconnect, until cancelled. The path is named once for each time the adapter is away."""
-        trouble = Trouble(_logger, "waiting for the adapter")
+        trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
                 await self._open()

@@ -111,6 +111,7 @@ class Worker:
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.preparing = Preparing(settings, self, feed, link, self.hosting, self._loras, limits, metrics, self._work, clock, store)
+        self._is_up: Callable[[], bool] = lambda: link.connected
         self._open(lane)
         broker.on_reconnect(lambda: self.pulling.look())
         link.listeners.append(self._on_link)
@@ -119,7 +120,9 @@ class Worker:
         """Go by the table and the stream of a lane from now on."""
         self.lane = lane
         now_s = self.broker_clock.now_s
-        self.assignment = Assignment(self._broker, lane, self._id, now_s, self.hosting.takes, self._holds, self._on_assignment)
+        self.assignment = Assignment(
+            self._broker, lane, self._id, now_s, self.hosting.takes, self._holds, self._on_assignment, self._is_up
+        )
         self.hosting.assigned = self.assignment.models
         pulling = Pulling(
             self._broker, lane, self._limits, lambda delivery: self._on_delivery(delivery, pulling), self._room, self._clock,

@@ -98,6 +98,35 @@ def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(sma
         until(lambda: cluster.encode(["after"], **{"x-sie-timeout-ms": "3000"}).status_code == 200, 60, "serving again")
 
 
+def test_a_disk_that_the_queue_does_not_fit_on_is_refused_with_a_queue_that_does(small_disk: Path) -> None:
+    """Refused before anything is started; what the line suggests then serves."""
+    argv = [SIE, "serve", "--data-dir", str(small_disk / "data"), "--port", str(free_ports(1)[0])]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"(1342177280 bytes) in {small_disk / 'data' / 'nats'}" in line
+    fitting = re.search(r"--queue-max-bytes (\d+)$", line)
+    assert fitting is not None
+    with running(small_disk / "data", "--no-spare", "--queue-max-bytes", fitting[1]) as cluster:
+        assert cluster.encode(["fits"]).status_code == 200
+
+
+def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: Path) -> None:
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    legacy = Path("/sys/fs/cgroup/memory")
+    group = (legacy if legacy.exists() else Path("/sys/fs/cgroup") / lines[0].split(":", 2)[2].strip("/")) / "sie-first-start"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if legacy.exists() else "memory.max")).write_text(str(400 << 20))
+        inside = f'echo $$ > {group / "cgroup.procs"} && exec "$@"'
+        argv = ["sh", "-c", inside, "sh", SIE, "serve", "--data-dir", str(tmp_path / "data"), "--port", str(free_ports(1)[0])]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        group.rmdir()
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: memory: this control group (container, systemd unit) may hold 400.0 MiB")
+
+
 def test_serves_with_no_network_but_loopback(tmp_path: Path) -> None:
     """X17, P8: in a network namespace without any route, from start to first vector; nothing is looked up or downloaded."""
     port, worker_port = free_ports(2)

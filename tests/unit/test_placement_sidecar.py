@@ -73,9 +73,10 @@ class Host:
         self.now_s = 100.0
         self.loaded: set[str] = set()
         self.changes = 0
+        self.is_up = True
         self.broker = server.connect("w1")
         self.assignment = Assignment(
-            self.broker, LANE, "w1", lambda: self.now_s, self.loaded.__contains__, lambda model: False, self._on_change
+            self.broker, LANE, "w1", lambda: self.now_s, self.loaded.__contains__, lambda model: False, self._on_change, lambda: self.is_up
         )
 
     def _on_change(self) -> None:

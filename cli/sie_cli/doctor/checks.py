@@ -25,6 +25,7 @@ import msgspec
 import sie_contracts
 from sie_cli.display import counted, size
 from sie_cli.doctor.look import Absent, Blind, Look, Told
+from sie_cli.preflight import held_bytes
 from sie_contracts.configs import has_seen
 from sie_contracts.messages import ConfigEpoch
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load, public_url, store_url
@@ -509,7 +510,7 @@ def _disks(look: Look) -> Found:
             findings.append(Finding(f"the payload store {payloads} cannot be written by this user", fix))
     store = look.data_dir / "nats"
     if store.exists():
-        free, room = usage(store).free, settings.queue_max_bytes - _held_bytes(store)
+        free, room = usage(store).free, settings.queue_max_bytes - held_bytes(store)
         seen.append(f"queue {size(free)} free")
         if free < room:
             fix = "free space there, give `sie serve` a --data-dir on a larger disk, or lower SIE_QUEUE_MAX_BYTES"
@@ -522,15 +523,6 @@ def _payload_folder(look: Look) -> Path | None:
         store = store_url(look.settings.payload_store_url)
         return Path(store.path) if store.scheme == "file" else None
     return look.data_dir / "payloads" if (look.data_dir / "payloads").exists() else None
-
-
-def _held_bytes(folder: Path) -> int:
-    total = 0
-    for base, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):  # the broker removes what is done
-                total += (Path(base) / name).stat().st_size
-    return total
 
 
 # ---- all of them

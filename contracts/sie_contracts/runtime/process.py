@@ -27,6 +27,7 @@ from sie_contracts.runtime.tracing import current_trace_id
 
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
+START_S = 30.0  # how long processes that start together may wait for each other
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
@@ -194,18 +195,30 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 
 
 class Trouble:
-    """A failure that repeats, told once until it has passed."""
+    """A failure that repeats, told once until it has passed.
 
-    def __init__(self, logger: logging.Logger, what: str) -> None:
+    `grace_s`: for so long it may be no more than another process that is still starting. It is told at once as information, and as a
+    warning if it lasts longer.
+    """
+
+    def __init__(self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._what = what
+        self._grace_s = grace_s
+        self._clock = clock
+        self._since_s = 0.0
+        self._is_warned = False
         self.lasting = False
 
-    def met(self, error: Exception) -> None:
+    def met(self, error: Exception | str) -> None:
         """It failed, perhaps again."""
         if not self.lasting:
+            self.lasting, self._is_warned, self._since_s = True, False, self._clock()
+            if self._grace_s:
+                self._logger.info("%s: %s", self._what, error)
+        if not self._is_warned and self._clock() - self._since_s >= self._grace_s:
+            self._is_warned = True
             self._logger.warning("%s: %s", self._what, error)
-        self.lasting = True
 
     def passed(self) -> None:
         """It works."""
@@ -260,17 +273,15 @@ async def retry(
 ) -> Any:
     """Try until it works or the process is to stop (then None). Pauses double from 0.1 s to 5 s.
 
-    The first failure is logged as information, since processes that start together wait for each other; the fifth, after 1.5 s, and each
-    tenth from then on, as a warning.
+    The first failure is logged as information, since processes that start together wait for each other; one that lasts START_S as a
+    warning, once.
     """
-    delay_s, count = 0.1, 0
+    delay_s, trouble = 0.1, Trouble(logger, what, START_S)
     while not stop.requested:
         try:
             return await attempt()
         except errors as error:
-            if count == 0 or count % 10 == 4:
-                logger.log(logging.WARNING if count else logging.INFO, "%s: %s; trying again", what, error)
-            count += 1
+            trouble.met(f"{error}; trying again")
         if await stop.wait_for(delay_s):
             break
         delay_s = min(delay_s * 2, 5.0)
