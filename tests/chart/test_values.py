@@ -206,54 +206,76 @@ def test_settings_reach_every_process_that_reads_them_and_no_other() -> None:
 # batching
 
 
-def batching(values: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
-    """Of each workload with a worker-sidecar: coalesce, requests, cost. Other containers carry none of them."""
-    found = objects(template(values=overlaid(CHOSEN, values)))
-    names = ("SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_MAX_BATCH_COST")
+BATCHER = {
+    "coalesceMs": "SIE_BATCHER_COALESCE_MS", "maxBatchRequests": "SIE_BATCHER_MAX_BATCH_REQUESTS", "maxBatchCost": "SIE_MAX_BATCH_COST",
+}  # fmt: skip
+
+
+def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """What each worker-sidecar runs with, by workload: coalesce, requests, cost. Other containers carry none of the variables."""
     told = {}
-    for workload, _, each in containers(found):
+    for workload, _, each in containers(objects(template(values=overlaid(CHOSEN, values)))):
         environ = variables(each)
         if each["name"] == "worker-sidecar":
-            told[workload] = (environ[names[0]], environ[names[1]], environ[names[2]])
+            own = {name: value for name, value in environ.items() if name in (*BATCHER.values(), "SIE_MACHINE_PROFILE")}
+            found = load(environ=own).settings
+            told[workload] = (found.batcher_coalesce_ms, found.batcher_max_batch_requests, found.max_batch_cost)
         else:
-            assert not environ.keys() & set(names)
+            assert not environ.keys() & set(BATCHER.values())
     return told
 
 
-def test_batching_is_documented_measured_common_or_the_groups() -> None:
-    """group > common > measured for the machine profile > documented."""
+def test_batching_is_what_somebody_wrote_else_measured_else_documented() -> None:
+    """group > machine profile > common > measured for the machine profile > documented."""
     groups = {"l4": {"machineProfile": "l4"}, "own": {"machineProfile": "l4", "workerSidecar": {"batcher": {"coalesceMs": 1}}}}
     workers: dict[str, Any] = {"groups": groups}
-    cpu, documented = ("2", "64", "4096"), ("5", "12", "16384")
-    expected = {"sie-worker-cpu": cpu, "sie-worker-l4": documented, "sie-worker-own": ("1", *documented[1:])}
+    expected = {"sie-worker-cpu": (2, 64, 4096), "sie-worker-l4": (5, 12, 16384), "sie-worker-own": (1, 12, 16384)}
     assert batching({"workers": workers}) == expected
     workers["common"] = {"workerSidecar": {"batcher": {"coalesceMs": 9, "maxBatchRequests": 24}}}
     assert batching({"workers": workers}) == {
-        "sie-worker-cpu": ("9", "24", "4096"), "sie-worker-l4": ("9", "24", "16384"), "sie-worker-own": ("1", "24", "16384"),
+        "sie-worker-cpu": (9, 24, 4096), "sie-worker-l4": (9, 24, 16384), "sie-worker-own": (1, 24, 16384),
+    }  # fmt: skip
+    assert batching({"workers": workers, "machineProfiles": {"l4": {"batcher": {"coalesceMs": 0, "maxBatchCost": 99}}}}) == {
+        "sie-worker-cpu": (9, 24, 4096), "sie-worker-l4": (0, 24, 99), "sie-worker-own": (1, 24, 99),
     }  # fmt: skip
 
 
-def test_a_group_may_have_a_documented_default_in_place_of_a_measured_value() -> None:
-    groups = {"cpu": {"workerSidecar": {"batcher": {"coalesceMs": 5}}}}
-    assert batching({"workers": {"groups": groups}})["sie-worker-cpu"] == ("5", "64", "4096")
+@pytest.mark.parametrize("place", ["common", "group", "machine profile"])
+@pytest.mark.parametrize(("key", "name"), BATCHER.items())
+def test_a_written_value_that_equals_the_documented_default_wins(place: str, key: str, name: str) -> None:
+    """Written anywhere, it is rendered, and so beats what was measured for the machine profile."""
+    documented = BY_NAME[name].default
+    batcher = {"batcher": {key: documented}}
+    written = {
+        "common": {"workers": {"common": {"workerSidecar": batcher}}}, "group": {"workers": {"groups": {"cpu": {"workerSidecar": batcher}}}},
+        "machine profile": {"machineProfiles": {"cpu": batcher}},
+    }[place]  # fmt: skip
+    expected = [documented if each == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][each]) for each in BATCHER.values()]
+    assert list(batching(written)["sie-worker-cpu"]) == expected
 
 
-def test_defaults_and_measured_values_are_those_of_the_processes() -> None:
-    names = ("SIE_BATCHER_COALESCE_MS", "SIE_BATCHER_MAX_BATCH_REQUESTS", "SIE_MAX_BATCH_COST")
-    variable = dict(zip(("coalesceMs", "maxBatchRequests", "maxBatchCost"), names, strict=True))
+def test_what_nobody_wrote_is_left_to_the_process() -> None:
+    """A null of a group takes nothing away from common."""
+    groups = {"cpu": {"workerSidecar": {"batcher": {"coalesceMs": None}}}}
+    assert batching({"workers": {"groups": groups}})["sie-worker-cpu"] == (2, 64, 4096)
+    common = {"workerSidecar": {"batcher": {"coalesceMs": 7}}}
+    assert batching({"workers": {"groups": groups, "common": common}})["sie-worker-cpu"] == (7, 64, 4096)
+
+
+def test_defaults_are_those_of_the_processes() -> None:
     batcher = DEFAULTS["workers"]["common"]["workerSidecar"]["batcher"]
-    assert {variable[key]: value for key, value in batcher.items()} == {name: BY_NAME[name].default for name in variable.values()}
-    measured = {
-        profile: {variable[key]: str(value) for key, value in each["batcher"].items()}
-        for profile, each in DEFAULTS["machineProfiles"].items() if "batcher" in each
-    }  # fmt: skip
-    assert measured == {profile: dict(values) for profile, values in MACHINE_PROFILE_DEFAULTS.items()}
+    assert batcher == dict.fromkeys(BATCHER)
+    assert not any("batcher" in each for each in DEFAULTS["machineProfiles"].values()), "measured values are those of the processes"
+    text = (CHART / "values.yaml").read_text()
+    for name in BATCHER.values():
+        assert f"{name}, documented {BY_NAME[name].default}:" in text
     same = {
         ("gateway", "requestTimeoutSeconds"): "SIE_GATEWAY_REQUEST_TIMEOUT", ("stream", "storage"): "SIE_STREAM_STORAGE",
         ("stream", "replicas"): "SIE_STREAM_REPLICAS", ("workers", "common", "bundle"): "SIE_BUNDLE",
         ("workers", "common", "device"): "SIE_DEVICE", ("workers", "common", "hubFallback"): "SIE_HF_FALLBACK",
         ("tracing", "endpoint"): "OTEL_EXPORTER_OTLP_ENDPOINT", ("tracing", "sampler"): "OTEL_TRACES_SAMPLER",
         ("tracing", "samplerArg"): "OTEL_TRACES_SAMPLER_ARG", ("tracing", "enabled"): "SIE_TRACING_ENABLED",
+        ("tracing", "exporter"): "OTEL_TRACES_EXPORTER",
     }  # fmt: skip
     values = dict(leaves(DEFAULTS))
     assert {path: values[path] for path in same} == {path: BY_NAME[name].default for path, name in same.items()}

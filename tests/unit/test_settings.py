@@ -216,6 +216,8 @@ def test_a_measured_default_stands_between_environment_and_documented_default(pr
             assert (getattr(found.settings, row.field), found.sources[name]) == (row.read(measured), where)
         found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"})
         assert (getattr(found.settings, row.field), found.sources[name]) == (3, "environment")
+        written = load(environ={"SIE_MACHINE_PROFILE": profile, name: str(row.default)})
+        assert (getattr(written.settings, row.field), written.sources[name]) == (row.default, "environment"), "what was written wins"
         found = load(environ={"SIE_MACHINE_PROFILE": profile, name: "3"}, flags={name: "5"})
         assert (getattr(found.settings, row.field), found.sources[name]) == (5, "flag")
         assert shown(row, row.default) == DOCUMENTED[name].default, "the documented default itself stays"

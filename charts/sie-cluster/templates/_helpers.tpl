@@ -61,14 +61,15 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- range list $root.Values.workers.common $profile $own -}}
 {{- include "sie.overlay" (list $group.settings (default dict .settings)) -}}
 {{- end -}}
-{{- $batcher := $group.workerSidecar.batcher -}}
-{{- $chosen := default dict (default dict $own.workerSidecar).batcher -}}
-{{- $documented := dict "coalesceMs" 5 "maxBatchRequests" 12 "maxBatchCost" 16384 -}}
-{{- range $key, $measured := default dict $profile.batcher -}}
-{{- if and (not (hasKey $chosen $key)) (eq (int64 (get $batcher $key)) (int64 (get $documented $key))) -}}
-{{- $_ := set $batcher $key $measured -}}
+{{- $batcher := dict -}}
+{{- range list $root.Values.workers.common.workerSidecar.batcher $profile.batcher (default dict $own.workerSidecar).batcher -}}
+{{- range $key, $written := default dict . -}}
+{{- if not (kindIs "invalid" $written) -}}
+{{- $_ := set $batcher $key $written -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- $_ := set $group.workerSidecar "batcher" $batcher -}}
 {{- toYaml $group -}}
 {{- end }}
 
@@ -118,7 +119,9 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 - name: SIE_TRACING_ENABLED
   value: "true"
 - name: OTEL_SERVICE_NAME
-  value: sie-{{ $component }}
+  value: {{ $root.Values.tracing.serviceName }}-{{ $component }}
+- name: OTEL_TRACES_EXPORTER
+  value: {{ $root.Values.tracing.exporter | quote }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
   value: {{ $root.Values.tracing.endpoint | quote }}
 - name: OTEL_TRACES_SAMPLER
