@@ -247,7 +247,8 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
     documented = BY_NAME[name].default
     batcher = {"batcher": {key: documented}}
     written = {
-        "common": {"workers": {"common": {"workerSidecar": batcher}}}, "group": {"workers": {"groups": {"cpu": {"workerSidecar": batcher}}}},
+        "common": {"workers": {"common": {"workerSidecar": batcher}}},
+        "group": {"workers": {"groups": {"cpu": {"workerSidecar": batcher}}}},
         "machine profile": {"machineProfiles": {"cpu": batcher}},
     }[place]  # fmt: skip
     expected = [documented if each == name else int(MACHINE_PROFILE_DEFAULTS["cpu"][each]) for each in BATCHER.values()]
