@@ -57,7 +57,7 @@ async def run(
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer
-    server = HttpServer(create_app(service), host, port, setting="--port")
+    server = HttpServer(create_app(service), host, port, setting="--port", allowed_hosts=settings.allowed_hosts)
     await server.start()
     _logger.info("config service listening on %s:%d", host, server.port)
     if on_listening is not None:

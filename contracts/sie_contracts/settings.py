@@ -166,6 +166,16 @@ def _list_of(text: str) -> tuple[str, ...]:
     return values
 
 
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?", re.IGNORECASE)
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    found = _list_of(text)
+    if not all(_HOST.fullmatch(host) for host in found):
+        raise ValueError
+    return found
+
+
 def _secret(text: str) -> Secret:
     if not text:
         raise ValueError
@@ -335,6 +345,7 @@ class Settings:
     gateway_metrics_port: int = _row(9090, "SIE_GATEWAY_METRICS_PORT", "gateway", PORT, "Port of /metrics and the probes, never behind a token. 0 picks a free one, as `sie serve` does unless it is told another.")
     gateway_request_timeout: float = _row(120.0, "SIE_GATEWAY_REQUEST_TIMEOUT", "gateway", _number(0, 600, open_low=True), "Budget of a request, seconds; a smaller X-SIE-Timeout-Ms wins.")
     load_hold_s: float = _row(20.0, "SIE_LOAD_HOLD_S", "gateway", _number(0, 29.999), "How long a request waits for a cold model or lane, seconds.")
+    allowed_hosts: tuple[str, ...] | None = _row(None, "SIE_ALLOWED_HOSTS", "gateway sidecar config", ("a comma-separated list of host names, *.suffixes or *", _hosts), "Names that a request may have in Host beside the addresses and local names of the server itself, and whose pages may call it from a browser. `*` is any. Unset: on loopback the names of loopback and of this machine, elsewhere any.")
     root_path: str | None = _row(None, "SIE_ROOT_PATH", "gateway", _pattern("a path that starts with / and does not end with it", r"(/[A-Za-z0-9._~-]+)+"), "Prefix under which a reverse proxy serves the gateway.")
     default_models: tuple[tuple[str, str], ...] | None = _row(None, "SIE_DEFAULT_MODELS", "gateway", ("a list of operation=model with operation embed, embed_sparse, embed_all, rerank or predict", _pairs), "Models of requests that name none, by what they ask for.")
     pool_write_role: str = _row("user", "SIE_POOL_WRITE_ROLE", "gateway", _choice("user", "admin"), "Who makes, renews and deletes reservations: user, whoever has the scope pools; admin, only who has the scope admin.")

@@ -104,9 +104,12 @@ async def serve(
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag)
     gateway.tracer = tracer
-    main = HttpServer(create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol)
+    names = settings.allowed_hosts
+    main = HttpServer(create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol, allowed_hosts=names)
     try:
-        side = HttpServer(metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT")
+        side = HttpServer(
+            metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT", allowed_hosts=names
+        )
     except SettingError:
         await main.stop()
         raise

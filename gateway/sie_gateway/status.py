@@ -27,7 +27,7 @@ from sie_contracts.messages import Heartbeat
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.http import Receive, Scope, Send
 from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.websocket import Frames, check_origin
+from sie_contracts.runtime.websocket import Frames
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet
@@ -218,10 +218,9 @@ class Status:
         }).decode()  # fmt: skip
 
     async def show(self, path: str, query: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket to its end. Raises NotFound, NotReady, PermissionDenied, ResourceExhausted before it is accepted."""
+        """Serve a websocket to its end. Raises NotFound, NotReady, ResourceExhausted before it is accepted."""
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
-        check_origin(scope["headers"])
         if self.looking >= MOST_SOCKETS:
             raise ResourceExhausted(f"{MOST_SOCKETS} websockets are open, the limit of this gateway")
         self.looking += 1

@@ -18,8 +18,9 @@ import msgspec
 import sie_contracts
 from sie_contracts.catalogue import ModelEntry, RunDefaults, listed_outputs, widths
 from sie_contracts.errors import NotFound, ResourceExhausted, SIEError, Unauthenticated
-from sie_contracts.runtime.http import App, Receive, Scope, Send, headers_of, probes
-from sie_contracts.runtime.websocket import Frames, check_origin, refuse
+from sie_contracts.runtime.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
+from sie_contracts.runtime.http import probes
+from sie_contracts.runtime.websocket import Frames
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_sidecar.batch import Limits
@@ -65,21 +66,20 @@ class Status:
         try:
             self._admit(scope)
         except SIEError as error:
-            await refuse(send, error)
+            await refuse_upgrade(send, error)
             return
         if not self.frames.looking:
             self._summed = of_models(self._metrics.registry)
         await self.frames.show(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Raises NotFound, PermissionDenied, ResourceExhausted, Unauthenticated."""
+        """Raises NotFound, ResourceExhausted, Unauthenticated."""
         wanted, given = self._settings.config_read_token, headers_of(scope).get("authorization", "")
         given = given[7:] if given[:7].lower() == "bearer " else given
         if wanted is not None and not wanted.matches(given.strip()):
             raise Unauthenticated("the config read token is needed" if not given else "this token is not the config read token")
         if scope["path"] != PATH:
             raise NotFound("no such path")
-        check_origin(scope["headers"])
         if self.frames.looking >= MOST_SOCKETS:
             raise ResourceExhausted(f"{MOST_SOCKETS} websockets are open, the limit of this worker")
 

@@ -302,7 +302,7 @@ def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(public: Client
 def occupied(cluster: Cluster) -> Iterator[None]:
     """The gateway's only place is taken by an upload that does not end."""
     with socket.create_connection(("127.0.0.1", cluster.port)) as upload:
-        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n"
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n"
         upload.sendall(head.encode())
         until(lambda: cluster.gateway_metric("sie_gateway_requests_in_progress") >= 1, 10, "the upload in progress")
         yield

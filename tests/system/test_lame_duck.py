@@ -136,7 +136,7 @@ async def test_a_config_service_that_ends_answers_what_comes_and_finishes_what_i
         config.start("--lame-duck-s", "600")
         config.wait_ready()
         body = b'{"max_tokens": 256}'
-        head = f"PATCH {ENTRY} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer admin\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"PATCH {ENTRY} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer admin\r\ncontent-length: {len(body)}\r\n\r\n"
         async with httpx.AsyncClient(base_url=stack.config_url, trust_env=False, timeout=30, headers=ADMIN) as client:
             assert "connection" not in (await client.get(ENTRY)).headers
             os.kill(config.pid, signal.SIGTERM)

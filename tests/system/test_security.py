@@ -68,11 +68,12 @@ def crowd(cluster: Cluster) -> Iterator[Crowd]:
             connection.sendall(sent)
             return connection
 
-        idle = [opened(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(IDLE)]
+        idle = [opened(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n") for _ in range(IDLE)]
         for connection in idle:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         began_s = time.monotonic()
-        yield Crowd(idle, [opened(b"POST /v1/encode/m HTTP/1.1\r\nhost: x\r\nx: " + b"y" * number) for number in range(SLOW)], began_s)
+        endless = b"POST /v1/encode/m HTTP/1.1\r\nhost: localhost\r\nx: "
+        yield Crowd(idle, [opened(endless + b"y" * number) for number in range(SLOW)], began_s)
 
 
 def refused(answer: httpx.Response, *codes: str) -> Json:
@@ -269,7 +270,7 @@ def raw(cluster: Cluster, sent: bytes) -> bytes:
 
 
 def head(path: str, *headers: str, method: str = "GET") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: x", f"authorization: {USER}", "connection: close", *headers, "", ""]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"authorization: {USER}", "connection: close", *headers, "", ""]
     return "\r\n".join(lines).encode("latin-1")
 
 
@@ -441,7 +442,7 @@ async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
 
 def test_a_length_that_lies_smuggles_no_request(cluster: Cluster) -> None:
     """Two ways to frame a body: refused, and what stands behind it is not read as a request."""
-    inner = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+    inner = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     for headers in (
         ("content-length: 4", "transfer-encoding: chunked"), ("content-length: 4", "content-length: 5"), ("transfer-encoding: xchunked",),
         ("transfer-encoding: chunked, identity",), ("content-length: 0x4",), ("content-length : 4",),

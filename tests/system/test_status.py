@@ -228,7 +228,7 @@ def test_a_reader_that_stops_holds_up_neither_others_nor_the_end(cluster: Cluste
     """P1: 1001 to those who read, inside the grace period, with status 0. The last test of this file: it ends the cluster."""
     deaf = socket.create_connection(("127.0.0.1", cluster.port))
     head = (
-        "GET /ws/status HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKEN}", "Upgrade: websocket", "Connection: Upgrade",
+        "GET /ws/status HTTP/1.1", "Host: localhost", f"Authorization: Bearer {TOKEN}", "Upgrade: websocket", "Connection: Upgrade",
         "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "", "",
     )  # fmt: skip
     deaf.sendall("\r\n".join(head).encode())

@@ -163,7 +163,7 @@ async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProces
     path, wrong = "/v1/encode/toy/on", {"items": ["a"], "output_dtype": "int4"}
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 30}\r\n\r\n".encode())
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {1 << 30}\r\n\r\n".encode())
     assert b" 413 " in await reader.readline()
     writer.close()
     assert (await post(gateway, path, wrong)).json()["code"] == "MODEL_NOT_FOUND"

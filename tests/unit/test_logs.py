@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure_of_our
     gateway = await cluster.gateway()
     host, port = gateway.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/pools HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+    writer.write(b"POST /v1/pools HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
     writer.close()
     async with asyncio.timeout(30):

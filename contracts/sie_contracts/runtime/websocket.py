@@ -13,13 +13,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
-import msgspec
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from sie_contracts.errors import PermissionDenied, SIEError, envelope
-from sie_contracts.runtime.http import Receive, Scope, Send
+from sie_contracts.runtime.asgi import Receive, Scope, Send
 
 PATIENCE_S = 10.0
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
@@ -47,24 +44,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.close()
         else:  # nobody reads: what waits to be sent would hold up the end
             self.transport.abort()
-
-
-def check_origin(headers: Any) -> None:
-    """Refuse a page of another site, which a browser would let look. `headers` as ASGI has them. Raises PermissionDenied."""
-    found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
-    origin = found.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != found.get("host", "").lower():
-        raise PermissionDenied("a page of another origin may not look")
-
-
-async def refuse(send: Send, error: SIEError) -> None:
-    """Answer an upgrade with the plain response of an error."""
-    body = msgspec.json.encode(envelope(error, ""))
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-sie-error-code", error.code.encode())]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
 
 
 class Frames:

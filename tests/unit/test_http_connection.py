@@ -1,0 +1,316 @@
+"""How a connection ends: trailers are dropped, requests are answered while their bodies arrive, clients send no more. On the loop of
+the tests and on uvloop, as our processes run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from sie_contracts.runtime import protocol
+from sie_contracts.runtime.asgi import Receive, Scope, Send, headers_of, reply
+from sie_contracts.runtime.http import HttpServer
+from sie_contracts.runtime.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+
+END_S = 30.0
+Run = Callable[[Coroutine[Any, Any, None]], None]
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    found: Run = request.param
+    return found
+
+
+class Server:
+    """Answers /read with the body and headers of the request, /early before it has read any body, /slow when `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.go_on, self.entered, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.http = HttpServer(self._answer, "127.0.0.1", 0, setting="--port")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/early":
+            await reply(send, 401, b"early")
+            return
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        else:
+            self.gone.set()
+            return
+        if scope["path"] == "/slow":
+            await self._slow(receive)
+        await reply(send, 200, json.dumps({"body": body.decode(), "headers": headers_of(scope)}).encode())
+
+    async def _slow(self, receive: Receive) -> None:
+        self.entered.set()
+        watched = asyncio.create_task(self._watch(receive))
+        await self.go_on.wait()
+        watched.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        if (await receive())["type"] == "http.disconnect":
+            self.gone.set()
+            self.go_on.set()
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Server, asyncio.StreamReader, asyncio.StreamWriter]]:
+    server = Server()
+    await server.http.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.http.port)
+    try:
+        async with asyncio.timeout(END_S):
+            yield server, reader, writer
+    finally:
+        writer.close()
+        await server.http.stop()
+
+
+def ask(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: localhost", *headers, "", ""]).encode()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    return head, await reader.readexactly(length)
+
+
+# trailers
+
+
+@pytest.mark.parametrize("pieces", [1, 1000], ids=["at once", "byte by byte"])
+def test_trailers_are_dropped(run: Run, pieces: int) -> None:
+    """They may come in the packet of the head, before any application has looked at the headers."""
+
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            for _ in range(2):
+                sent = ask("/read", method="POST")[:-2] + CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\nhost: y\r\n\r\n"
+                size = max(1, len(sent) // pieces)
+                for start in range(0, len(sent), size):
+                    writer.write(sent[start : start + size])
+                    await asyncio.sleep(0)
+                head, body = await answer(reader)
+                assert head.startswith(b"HTTP/1.1 200 ")
+                assert json.loads(body) == {"body": "abc", "headers": {"host": "localhost", "transfer-encoding": "chunked"}}
+
+    run(scenario())
+
+
+ENDLESS = {
+    "a value": b"x: " + b"y" * 400_000,
+    "a name": b"y" * 400_000,
+    "many": b"a: b\r\n" * 70_000,
+}
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 5000], ids=["large pieces", "small pieces"])
+@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("chunks", [b"0\r\n", b"3\r\nabc\r\n0\r\n", b"3;"], ids=["no body", "a body", "an extension of a chunk"])
+def test_trailers_and_extensions_of_chunks_have_a_limit(run: Run, chunks: bytes, endless: bytes, piece: int) -> None:
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            sent = ask("/read", method="POST")[:-2] + CHUNKED + chunks + endless
+            for start in range(0, len(sent), piece):
+                writer.write(sent[start : start + piece])
+                await asyncio.sleep(0)
+            head, body = await answer(reader)
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert b"connection: close" in head
+            assert b"larger than 65536 bytes" in body or b"no HTTP/1.1" in body, body
+            assert await reader.read() == b""
+
+    run(scenario())
+
+
+def test_head_and_trailers_share_one_limit(run: Run) -> None:
+    async def scenario() -> None:
+        for size, status in ((MAX_HEAD_BYTES // 2 - 200, b"200"), (MAX_HEAD_BYTES // 2 + 200, b"400")):
+            async with serving() as (_, reader, writer):
+                writer.write(ask("/read", "x: " + "y" * size, method="POST")[:-2] + CHUNKED)
+                writer.write(b"0\r\nx: " + b"y" * size + b"\r\n\r\n")
+                assert (await answer(reader))[0].split(b" ")[1] == status
+
+    run(scenario())
+
+
+# answered before the body ended
+
+
+@pytest.mark.parametrize("rest", [b"z" * 1_000_000, b"z" * 999_999], ids=["all of the body", "less"])
+def test_an_answer_before_the_end_of_the_body_is_the_last_and_arrives(run: Run, rest: bytes) -> None:
+    """1. a client announces a body and is answered; 2. it sends on, as clients do that read later; 3. it reads the answer, no reset."""
+
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            writer.write(ask("/early", "content-length: 1000000", method="POST"))
+            await asyncio.sleep(0.05)  # by now it is answered
+            writer.write(rest + ask("/read"))
+            await writer.drain()
+            head, body = await answer(reader)
+            assert (head.split(b" ")[1], body) == (b"401", b"early")
+            assert b"connection: close" in head
+            assert await reader.read() == b""
+
+    run(scenario())
+
+
+def test_an_answered_connection_on_which_a_body_never_ends_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.3)
+
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            writer.write(ask("/early", method="POST")[:-2] + CHUNKED)
+            assert (await answer(reader))[1] == b"early"
+            assert await reader.read() == b"", "it sends no more"
+            with contextlib.suppress(ConnectionError):
+                while True:  # until it is reset
+                    writer.write(b"4\r\nabcd\r\n" * 1000)
+                    await writer.drain()
+
+    run(scenario())
+
+
+def test_a_leaving_server_answers_while_a_body_still_arrives(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            server.http.leave()
+            writer.write(ask("/early", "content-length: 10", method="POST"))
+            assert b"connection: close" in (await answer(reader))[0]
+
+    run(scenario())
+
+
+def test_requests_ahead_of_their_answers_have_a_limit(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask("/slow"))
+            await server.entered.wait()
+            writer.write(ask("/read") * (MAX_PIPELINED + 100))
+            await asyncio.sleep(0.05)
+            server.go_on.set()
+            answered = (await reader.read()).count(b"HTTP/1.1 200 ")
+            assert answered == MAX_PIPELINED + 1
+
+    run(scenario())
+
+
+# half-closed
+
+
+def half_close(writer: asyncio.StreamWriter) -> None:
+    writer.write_eof()
+
+
+@pytest.mark.parametrize("path", ["/read", "/slow"])
+def test_a_request_whose_client_sends_no_more_is_answered(run: Run, path: str) -> None:
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask(path, "content-length: 3", method="POST") + b"abc")
+            half_close(writer)
+            if path == "/slow":
+                await server.entered.wait()
+                await asyncio.sleep(0.05)  # the end of what it sends has arrived
+                server.go_on.set()
+            arrived = await reader.read()
+            assert arrived.startswith(b"HTTP/1.1 200 "), arrived
+            assert b'"body": "abc"' in arrived
+            assert not server.gone.is_set()
+
+    run(scenario())
+
+
+def test_all_requests_before_a_half_close_are_answered(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            writer.write(ask("/read") * 3 + b"GET /re")  # and the beginning of one, which nobody can answer
+            half_close(writer)
+            assert (await reader.read()).count(b"HTTP/1.1 200 ") == 3
+
+    run(scenario())
+
+
+def test_a_half_closed_client_that_waits_is_asked_and_answered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an interim response, once."""
+    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
+
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask("/slow"))
+            half_close(writer)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await asyncio.sleep(0.2)
+            assert not server.gone.is_set()
+            server.go_on.set()
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+    run(scenario())
+
+
+def test_a_client_that_is_gone_is_noticed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its closing looks like that of one that still reads, until something is sent to it."""
+    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
+
+    async def scenario() -> None:
+        async with serving() as (server, _, writer):
+            writer.write(ask("/slow"))
+            await server.entered.wait()
+            writer.close()
+            await server.gone.wait()
+
+    run(scenario())
+
+
+def test_an_incomplete_request_ends_with_its_connection(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask("/read", "content-length: 10", method="POST") + b"abc")
+            half_close(writer)
+            assert await reader.read() == b""
+            await server.gone.wait()
+
+    run(scenario())
+
+
+def test_a_client_without_http_1_1_is_never_sent_an_interim_response(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.0)
+
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(b"GET /slow HTTP/1.0\r\n\r\n")
+            half_close(writer)
+            await server.entered.wait()
+            await asyncio.sleep(0.1)
+            server.go_on.set()
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+    run(scenario())
+
+
+def test_garbage_is_answered_without_a_reset(run: Run) -> None:
+    """What a client has sent behind it must not take the answer away."""
+
+    async def scenario() -> None:
+        async with serving() as (server, _, _):
+            with socket.create_connection(("127.0.0.1", server.http.port)) as connection:
+                connection.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(connection, b"no HTTP\r\n\r\n")
+                await asyncio.sleep(0.1)
+                await loop.sock_sendall(connection, b"x" * 10_000)
+                await asyncio.sleep(0.1)
+                assert (await loop.sock_recv(connection, 1 << 16)).startswith(b"HTTP/1.1 400 ")
+
+    run(scenario())

@@ -1,0 +1,140 @@
+"""Which names a listener answers to, and which pages may change or compute something there: at every listener of every process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from inprocess import InProcess, free_port, settings_of, until
+
+import sie_config.process
+from sie_contracts.errors import PermissionDenied
+from sie_contracts.runtime.origins import Names
+from sie_contracts.runtime.process import Stop
+from sie_contracts.settings import SettingError
+
+LOOPBACK, CLUSTER = "127.0.0.1", "0.0.0.0"
+LISTED = ("sie.example.com", "*.example.org", "port.example.com:8443")
+
+
+def refused(names: Names, host: str | None, *headers: tuple[str, str], method: str | None = "POST") -> str:
+    """The reason, or nothing. Method None is a websocket."""
+    pairs = [*([("host", host)] if host is not None else []), *headers]
+    scope = {
+        "type": "http" if method else "websocket", "method": method, "headers": [(name.encode(), value.encode()) for name, value in pairs],
+    }  # fmt: skip
+    try:
+        names.check(scope)
+    except PermissionDenied as error:
+        return error.reason
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed", "host", "is_own"),
+    [
+        *((LOOPBACK, None, host, True) for host in ("localhost", "LOCALHOST:8080", "localhost.", "a.localhost", "127.0.0.1:1", "127.9.9.9",
+                                                    "[::1]:8080", socket.gethostname(), "", None)),
+        *((LOOPBACK, None, host, False) for host in ("evil.com", "evil.com:8080", "localhost.evil.com", "127.0.0.1.evil.com", "10.0.0.1",
+                                                     "gateway", "evil.com.", "xlocalhost", "[::2]", "evil.svc")),
+        ("::1", None, "evil.com", False), ("localhost", None, "evil.com", False),
+        *((CLUSTER, None, host, True) for host in ("evil.com", "gateway", "10.0.0.1:8080")),
+        *((CLUSTER, LISTED, host, True) for host in (
+            "sie.example.com", "SIE.example.com:80", "a.example.org", "a.b.example.org:1", "port.example.com:8443", "10.0.0.1", "gateway",
+            "sie-gateway.search.svc", "sie-gateway.search.svc.cluster.local:8080", "localhost", "[fd00::1]",
+        )),
+        *((CLUSTER, LISTED, host, False) for host in ("evil.com", "example.org", "port.example.com", "port.example.com:80", "xexample.org",
+                                                      "sie.example.com.evil.com", "svc.evil.com")),
+        (LOOPBACK, LISTED, "sie.example.com", True), (LOOPBACK, LISTED, "evil.com", False), (LOOPBACK, LISTED, "gateway", False),
+        (LOOPBACK, ("*",), "evil.com", True),
+    ],
+)  # fmt: skip
+def test_a_listener_answers_to_its_own_names_and_those_that_are_listed(
+    address: str, allowed: tuple[str, ...] | None, host: str | None, is_own: bool
+) -> None:
+    for method in ("GET", "POST", None):
+        assert refused(Names(address, allowed), host, method=method) == ("" if is_own else "host")
+
+
+def test_each_of_several_hosts_is_checked() -> None:
+    assert refused(Names(LOOPBACK, None), "localhost", ("host", "evil.com")) == "host"
+
+
+OWN = "localhost:8080"
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        ([], True),  # curl, and every other client that is no browser
+        ([("origin", f"http://{OWN}")], True), ([("origin", f"https://{OWN.upper()}")], True),
+        ([("origin", f"http://{OWN}"), ("sec-fetch-site", "same-origin")], True),
+        ([("sec-fetch-site", "none")], True), ([("sec-fetch-site", "same-origin")], True),
+        ([("sec-fetch-site", "cross-site")], False), ([("sec-fetch-site", "same-site")], False),
+        *(([("origin", origin)], False) for origin in (
+            "http://evil.com", "null", "http://localhost", "http://localhost:3000", "http://127.0.0.1:8080", "chrome-extension://abc", "",
+            f"http://evil.com/{OWN}", f"http://{OWN}@evil.com", f"file://{OWN}", "http://[", f"http://{OWN}.evil.com",
+        )),
+        ([("origin", "http://evil.com"), ("sec-fetch-site", "same-origin")], False),
+        ([("origin", f"http://{OWN}"), ("origin", "http://evil.com")], False),
+        ([("origin", "http://evil.com"), ("origin", f"http://{OWN}")], False),
+    ],
+)  # fmt: skip
+def test_only_its_own_pages_may_change_and_compute(headers: list[tuple[str, str]], is_let_in: bool) -> None:
+    names = Names(LOOPBACK, None)
+    for method in ("POST", "PUT", "PATCH", "DELETE", "QUERY", None):
+        assert refused(names, OWN, *headers, method=method) == ("" if is_let_in else "origin"), method
+    for method in ("GET", "HEAD", "OPTIONS"):
+        assert not refused(names, OWN, *headers, method=method), "no page sees the answer"
+
+
+def test_pages_of_listed_hosts_may_and_a_star_lists_no_page() -> None:
+    def of(allowed: tuple[str, ...], origin: str) -> str:
+        return refused(Names(CLUSTER, allowed), "internal.example.com", ("origin", origin))
+
+    assert of(("internal.example.com", "sie.example.com"), "https://sie.example.com") == ""
+    assert of(("internal.example.com", "sie.example.com"), "https://evil.com") == "origin"
+    assert of(("*",), "https://evil.com") == "origin"
+
+
+@pytest.mark.parametrize("listed", ["", "sie.example.com"], ids=["unset", "listed"])
+async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: Path, listed: str) -> None:
+    """SIE_ALLOWED_HOSTS; a foreign Host and a foreign page at API, metrics port, worker and config service."""
+    environ = {"SIE_ALLOWED_HOSTS": listed} if listed else {}
+    stop = Stop()
+    listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    settings = settings_of(**environ, SIE_NATS_URL=f"nats://{LOOPBACK}:{free_port()}")  # where nobody listens
+    serving = sie_config.process.run(settings, stop, host=LOOPBACK, port=0, on_listening=listening.set_result)
+    config = asyncio.create_task(serving)
+    try:
+        async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            gateway, sidecar = await cluster.gateway(**environ), await cluster.sidecar(**environ)
+            for url in (gateway.url, gateway.side_url, sidecar.side_url, f"http://{LOOPBACK}:{await listening}"):
+
+                async def ask(method: str = "GET", url: str = url, **headers: str) -> httpx.Response:
+                    names = {name.replace("_", "-"): value for name, value in headers.items()}
+                    return await client.request(method, f"{url}/healthz", headers=names)
+
+                assert (await ask()).status_code == 200
+                assert (await ask(host="localhost")).status_code == 200
+                answer = await ask(host="evil.com")
+                assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "host")
+                assert "SIE_ALLOWED_HOSTS" in answer.json()["error"]["message"]
+                assert "evil" not in answer.text
+                assert (await ask(host="sie.example.com")).status_code == (200 if listed else 403)
+                answer = await ask("POST", origin="http://evil.com")
+                assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "origin")
+                assert (await ask("POST", sec_fetch_site="cross-site")).status_code == 403
+                assert (await ask("POST")).status_code != 403
+    finally:
+        stop.request()
+        await until(config.done, "the end of the config service")
+        config.result()
+
+
+def test_what_is_no_name_is_a_bad_setting() -> None:
+    with pytest.raises(SettingError, match="SIE_ALLOWED_HOSTS"):
+        settings_of(SIE_ALLOWED_HOSTS="https://sie.example.com")
