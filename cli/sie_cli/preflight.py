@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sie_cli.display import size
 from sie_contracts import topology
-from sie_contracts.runtime.http import MAX_FILES, SPARE_FILES
+from sie_contracts.runtime.protocol import MAX_FILES, SPARE_FILES
 from sie_contracts.settings import Settings
 
 RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
