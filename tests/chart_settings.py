@@ -2,7 +2,8 @@
 
     python tests/chart_settings.py
 
-writes charts/sie-cluster/files/settings.json, and names, types and bounds into values.schema.json.
+writes charts/sie-cluster/files/settings.json, names, types and bounds into values.schema.json, and files/nats-users.conf, whose source
+is that of `sie serve`: the broker of the chart and the embedded one give each user the same permissions.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import sie_contracts
 from sie_contracts.settings import BY_NAME, ROWS
 
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
 TABLE = CHART / "files" / "settings.json"
 SCHEMA = CHART / "values.schema.json"
+USERS = CHART / "files" / "nats-users.conf"
+USERS_SOURCE = Path(sie_contracts.__file__).parent / "broker" / "nats" / "users.conf"
 
 # What templates write themselves, from keys of their own in values.yaml or because the chart alone can know it.
 OWN = frozenset({
@@ -72,6 +76,7 @@ def schema(found: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     TABLE.write_text(table())
+    USERS.write_text(USERS_SOURCE.read_text())
     SCHEMA.write_text(json.dumps(schema(json.loads(SCHEMA.read_text())), indent=2) + "\n")
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from sie_cli import access
+from sie_cli.access import Access, as_operator
 from sie_cli.embedded import free_port
 
 SIE = str(Path(sys.executable).with_name("sie"))
@@ -117,6 +119,17 @@ class Cluster:
     def health(self) -> dict[str, object]:
         return httpx.get(f"{self.url}/health", timeout=5).json()
 
+    def access(self) -> Access:
+        """What it tells the commands of its user."""
+        found = access.read(self.data_dir)
+        assert found is not None, f"{self.data_dir} has no {access.FILE}"
+        return found
+
+    def broker_url(self) -> str:
+        """With the operator's user and password."""
+        found = self.access()
+        return as_operator(found.broker_url).replace("@", f":{found.operator_password}@")
+
     def encode(self, texts: list[str], *, url: str = "", client: httpx.Client | None = None, **headers: str) -> httpx.Response:
         post = client.post if client else httpx.post
         body = json.dumps({"items": [{"text": text} for text in texts]})
@@ -124,8 +137,7 @@ class Cluster:
 
     def consumers(self) -> list[dict[str, object]]:
         """Durable consumers of all work streams, as the broker's monitor tells."""
-        monitor = self.health()["nats_monitor_url"]
-        answer = httpx.get(f"{monitor}/jsz?consumers=true&config=true", timeout=5).json()
+        answer = httpx.get(f"{self.access().broker_monitor_url}/jsz?consumers=true&config=true", timeout=5).json()
         streams = [stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])]
         return [consumer for stream in streams if stream["name"].startswith("WORK_") for consumer in stream.get("consumer_detail") or []]
 

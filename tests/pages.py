@@ -25,8 +25,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 # as pages have them; what has a PORT is printed at each start
-ADDRESS, BROKER, CONFIG = "http://127.0.0.1:8080", "nats://127.0.0.1:PORT", "http://127.0.0.1:PORT"
-WORKER = f"{CONFIG}/metrics"
+ADDRESS, WORKER = "http://127.0.0.1:8080", "http://127.0.0.1:PORT/metrics"
 ELSEWHERE = {
     "install": "changes what is installed",
     "hub": "asks the network",
@@ -128,13 +127,8 @@ class Reader:
             assert status == 0, f"{self._serves} ended with status {status}"
 
     def _here(self, code: str) -> str:
-        """The code with the ports of this reader's cluster: those that it was given, and those that it printed."""
-        log = "\n".join(self._cluster.lines)
+        """The code with the ports that this reader's cluster was given."""
         here = {ADDRESS: self._cluster.url, WORKER: f"http://127.0.0.1:{self._cluster.worker_port}/metrics"}
-        code = code.replace(WORKER, here[WORKER])  # before the address that it begins with
-        for address, line in ((BROKER, r"queue\s+(nats://\S+)"), (CONFIG, r"models\s+sie models list --url (\S+)")):
-            if address in code:
-                (here[address],) = re.findall(line, log)
         for address, found in here.items():
             code = code.replace(address, found)
         return code

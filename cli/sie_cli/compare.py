@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_cli.models_service import Refused
-from sie_cli.options import GATEWAY, gateway_token, loaded
+from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Agreement:
               help="Queries, likewise: neighbours are then those of each query among the texts.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(LEAST_TEXTS, MOST_TEXTS), default=MOST_TEXTS, show_default=True, help="Texts that are read.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write cosines and recall as SVG.")
-@click.option("--gateway", metavar="URL", help=f"The gateway.  [default: SIE_GATEWAY_URL, else {GATEWAY}]")
+@click.option("--gateway", metavar="URL", help="The gateway.  [default: SIE_GATEWAY_URL, else that of the local `sie serve`]")
+@data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
 def compare(
     first: str, second: str, sample_file: Path, queries: Path | None, limit: int, plot: Path | None, gateway: str | None, as_json: bool

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from sie_contracts.ownership import distrusted
 from sie_contracts.settings import SettingError
 
 MOST_SOCKET_BYTES = 100  # of the path of a socket, which the kernel bounds (unix(7))
@@ -34,8 +35,22 @@ def socket_path(data_dir: Path, worker: int) -> Path:
     return sockets_folder(data_dir) / f"worker-{worker}.sock"
 
 
+def private_folder(path: Path) -> Path:
+    """Make a folder that this user alone may use, or take the one that is there. Raises SettingError for what is not ours, OSError."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SettingError("--data-dir", f"{path} is no folder of this user: remove it, or name another data directory")
+    path.chmod(0o700)
+    return path
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class DataDir:
-    """The data directory, held by one `sie serve` at a time. The folder of its sockets is private to its user."""
+    """The data directory, held by one `sie serve` at a time. What it holds is private to its user."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,14 +59,18 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.mkdir(mode=0o700, exist_ok=True)  # one that was there keeps its mode: it may be anything
+            self._path.mkdir(mode=0o700, exist_ok=True)  # one that was there keeps its mode, what is in it is private in any case
+            if why := distrusted(self._path):
+                raise SettingError("--data-dir", f"{self._path}: {why}; name another one, or make it yours and `chmod o-w` it")
             sockets = sockets_folder(self._path)
-            sockets.mkdir(mode=0o700, exist_ok=True)
-            found = sockets.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # anybody may write where temporary files are
-                raise SettingError("--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path")
-            sockets.chmod(0o700)
-            self._lock = (self._path / "lock").open("w")
+            try:
+                private_folder(sockets)
+            except SettingError:  # anybody may write where temporary files are
+                raise SettingError(
+                    "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
+                ) from None
+            self._lock = open(self._path / "lock", "w", opener=_private)  # else another user could hold it
+            os.fchmod(self._lock.fileno(), 0o600)
         except OSError as error:
             raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
         try:

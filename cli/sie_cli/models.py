@@ -95,7 +95,8 @@ def add(
     source: str, revision: str | None, name: str, models_dir: str | None, force: bool, dry_run: bool, if_match: int | None,
     config_service_url: str | None, output: str | None,
 ) -> None:  # fmt: skip
-    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url or SIE_CONFIG_SERVICE_URL names one; else a local folder's.
+    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names one; else of a
+    local folder.
 
     The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you like: lines that
     begin with `# assumed` are those that no file of the model says. A model that the packaged catalogue knows keeps its options.
@@ -105,7 +106,7 @@ def add(
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
     at a config service  added at once, for all gateways and workers; what is written there no folder overrides
     """
-    settings = loaded({"config_service_url": config_service_url}).settings
+    settings = loaded({"config_service_url": config_service_url}, looks_around=False).settings
     if models_dir is not None and config_service_url is not None:
         raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
     if models_dir is None and settings.config_service_url:

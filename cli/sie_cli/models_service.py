@@ -20,7 +20,7 @@ import click
 import httpx
 import msgspec
 
-from sie_cli.options import loaded
+from sie_cli.options import data_dir_option, loaded
 from sie_contracts.settings import Settings, public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -132,8 +132,8 @@ class Service:
         return found.get("config_url") if isinstance(found, dict) else None
 
 
-_NOBODY = "is it running, and is this its address? `sie serve` and /health of a gateway say it as config_url; give it with --url"
-_WRONG_URL = "give the address of the config service with --url (config_url in /health of a gateway)"
+_NOBODY = "is it running, and is this its address? /health of a gateway says it as config_url; give it with --url"
+_WRONG_URL = "give --data-dir of a `sie serve` of this machine, or the address with --url (config_url in /health of a gateway)"
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN here to what the config service was started with, or run this in a terminal, which asks for it",
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
@@ -167,6 +167,7 @@ def service_options(command: F) -> F:
     """The options of every command that speaks with the service: where it is, and how to print."""
     for option in (
         click.option("-o", "output", type=click.Choice(("table", "json", "yaml")), default=None, help="How to print the answer."),
+        data_dir_option,
         click.option("--url", "config_service_url", metavar="URL", help="The config service. [SIE_CONFIG_SERVICE_URL]"),
     ):
         command = option(command)
@@ -184,7 +185,9 @@ def write_options(command: F) -> F:
 
 
 def service_of(url: str | None, *, writes: bool) -> Service:
-    """The service at `url` or SIE_CONFIG_SERVICE_URL, with a token from the environment or, in a terminal, by a hidden question.
+    """The service at `url`, SIE_CONFIG_SERVICE_URL or of the local `sie serve`, which also says its token.
+
+    Of any other the token is from the environment or, in a terminal, by a hidden question.
 
     Raises UsageError where no address is known.
     """

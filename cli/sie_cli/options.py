@@ -6,10 +6,13 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from sie_cli.access import with_access
+from sie_cli.data_dir import default_data_dir
 from sie_contracts.runtime import failpoints
 from sie_contracts.runtime.process import EXIT_BAD_SETTING, own_stderr
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, Secret, SettingError, Settings, load, shown
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0
+DATA_DIR = "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
+_DATA_DIR = "sie.data_dir"
 GATEWAY = "http://127.0.0.1:8080"  # of commands that ask one, where nothing else is said
 _WARNED = "Whoever started this process has told the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
@@ -49,6 +54,18 @@ def named_options(*names: str) -> Callable[[F], F]:
     return decorate
 
 
+def data_dir_option(function: F) -> F:
+    """Add --data-dir, by which a command finds the `sie serve` of this machine: `loaded` reads it."""
+    return click.option(
+        "--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", expose_value=False, callback=_keep_data_dir, help=DATA_DIR
+    )(function)
+
+
+def _keep_data_dir(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None or _DATA_DIR not in context.meta:  # of a group and its command, the one that was given
+        context.meta[_DATA_DIR] = value
+
+
 def _option(row: Row) -> Callable[[F], F]:
     text = f"{row.meaning} [{row.name}; default: {shown(row, row.default)}]"
     names = [row.flag, *([ALIASES[row.name]] if row.name in ALIASES else [])]
@@ -72,10 +89,17 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
     return {rows[name].name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
 
 
-def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
-    """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error."""
+def loaded(values: dict[str, Any], mode: Mode = "queue", *, looks_around: bool = True) -> Loaded:
+    """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error.
+
+    Of a command with `data_dir_option` those of the local `sie serve` are among them, where no others were given: of the one with the
+    given data directory, or if the command `looks_around`, of the one with the default one.
+    """
     try:
         found = load(flags=flags_of(values), mode=mode)
+        context = click.get_current_context(silent=True)
+        if context is not None and _DATA_DIR in context.meta and (looks_around or context.meta[_DATA_DIR] is not None):
+            found = with_access(found, context.meta[_DATA_DIR])
     except SettingError as error:
         refuse(error)
     if found.settings.log_json:
@@ -102,7 +126,8 @@ def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaita
 
     async def run() -> T:
         if settings.nats_url is None:
-            raise SettingError("SIE_NATS_URL", "which broker? Give --nats-url; `sie serve` prints its own, /health of a gateway too")
+            here = f"no `sie serve` with a broker runs with {default_data_dir()}"
+            raise SettingError("SIE_NATS_URL", f"which broker? {here}; give --data-dir or --nats-url")
         broker = NatsBroker(name)
         await broker.open(settings.nats_url, CONNECT_S, settings.nats_password)
         try:

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import resource
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -26,13 +27,15 @@ import click
 import httpx
 import msgspec
 
-from sie_cli.data_dir import DataDir, default_data_dir, socket_path
+from sie_cli import access, environment
+from sie_cli.access import OPERATOR, Access
+from sie_cli.data_dir import DataDir, default_data_dir, private_folder, socket_path
 from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
 from sie_cli.preflight import Listener, Needs, faults, store_bytes
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.runtime.process import EXIT_BAD_SETTING
-from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, SettingError, Settings, public_url
+from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, Secret, SettingError, Settings, public_url
 
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
@@ -132,8 +135,8 @@ class _Output:
         self._json = json
 
     def __call__(self, name: str, line: str) -> None:
-        if name == "nats-server" and "[INF]" in line:
-            return  # its banner would bury what matters
+        if name == "nats-server" and ("[INF]" in line or "Plaintext passwords" in line):
+            return  # its banner would bury what matters; the passwords are random ones of this start, in no file of the server
         try:
             print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
@@ -166,7 +169,8 @@ class _Serve:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, str] = {}
-        self._monitor_url = ""
+        self._embedded: EmbeddedBroker | None = None
+        self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
         self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by who serves them
 
     async def run(self) -> int:
@@ -184,11 +188,17 @@ class _Serve:
             loop.add_signal_handler(number, on_signal, number)
         self._set_defaults()
         broker, config, gateways, sidecars, adapters = self._children()
+        with access.published(self._plan.data_dir, self._access()):
+            return await self._supervised(supervisor, broker, config, gateways, sidecars, adapters)
+
+    async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
+        """Start all in order, run until the end, stop all in order."""
+        broker, config, gateways, sidecars, adapters = groups
         try:
             for child in [*broker, *config, *gateways, *sidecars, *adapters]:
                 await supervisor.start(child)
             watching = [asyncio.create_task(self._until_ready(supervisor), name="readiness")]
-            if self._monitor_url and broker:
+            if broker:
                 watching.append(asyncio.create_task(self._watch_broker(supervisor, broker[0]), name="broker health"))
             stopping = asyncio.create_task(self._stop.wait(), name="stop")
             ends: list[asyncio.Future[Any]] = [stopping, supervisor.fatal]
@@ -214,12 +224,13 @@ class _Serve:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
+        self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
         if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:
             self._flags.setdefault("SIE_GATEWAY_HEALTH_MODE", "nats")
         if "SIE_GATEWAY_API_METRICS" not in self._environ:
             self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
-            self._flags["SIE_PAYLOAD_STORE_URL"] = str(plan.data_dir / "payloads")
+            self._flags["SIE_PAYLOAD_STORE_URL"] = str(private_folder(plan.data_dir / "payloads"))
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first four."""
@@ -251,13 +262,10 @@ class _Serve:
                 self._readiness[f"worker {number}"] = f"http://{_reachable(plan.host)}:{worker_port + number}/readyz"
             return [], [], [alone], [], adapters
         broker: list[Child] = []
-        monitor: list[str] = []
         if settings.nats_url is None:
-            embedded = EmbeddedBroker.configure(plan.data_dir, store_bytes(plan.data_dir))
-            broker = [Child("nats-server", embedded.argv, _without_secrets(self._environ), _LAST_GRACE_S)]
-            self._environ["SIE_NATS_URL"] = embedded.url
-            self._monitor_url = embedded.monitor_url
-            monitor = ["--nats-monitor-url", embedded.monitor_url]
+            self._embedded = EmbeddedBroker.configure(plan.data_dir, store_bytes(plan.data_dir))
+            environ = environment.of_broker(self._environ, self._embedded.environ)
+            broker = [Child("nats-server", self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
             self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")  # it may hold a password, which no process list should show
         config: list[Child] = []
@@ -269,7 +277,7 @@ class _Serve:
         self._name_workers(worker_ports)
         gateways = []
         for number in range(plan.gateways):
-            extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S), *monitor]
+            extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S)]
             own = {"SIE_GATEWAY_METRICS_PORT": str(gateway_port + number)}
             name = _numbered("gateway", number, plan.gateways)
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
@@ -302,8 +310,9 @@ class _Serve:
         for row in ROWS:
             if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
                 argv += flag(row, flags[row.name])
-        foreign = {row.name for row in ROWS if row.secret and set(components).isdisjoint(row.components)}
-        environ = {key: value for key, value in self._environ.items() if key not in foreign}
+        environ = environment.of_components(components, self._environ, self._plan.settings)
+        if self._embedded is not None:
+            environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
             # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a limit
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
@@ -331,11 +340,13 @@ class _Serve:
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
         """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once there is room."""
+        embedded = self._embedded
+        assert embedded is not None
         told = False
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             while True:
                 await asyncio.sleep(BROKER_POLL_S)
-                reason = await _not_ready(client, f"{self._monitor_url}/healthz")
+                reason = await _not_ready(client, f"{embedded.monitor_url}/healthz")
                 if reason is None or "write error" not in reason:
                     told = False
                     continue
@@ -346,12 +357,24 @@ class _Serve:
                     self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
                     told = True
 
+    def _access(self) -> Access:
+        """What commands of this user need to know of this start."""
+        plan, embedded = self._plan, self._embedded
+        gateways = range(1 if plan.standalone else plan.gateways)
+        is_ours = plan.settings.config_service_url is None  # the token of another one is not ours to tell
+        return Access(
+            gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
+            config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
+            broker_url=embedded.url if embedded else "", broker_monitor_url=embedded.monitor_url if embedded else "",
+            operator_password=embedded.passwords[OPERATOR] if embedded else "", admin_token=self._admin_token.reveal(),
+        )  # fmt: skip
+
     def _greet(self) -> None:
         plan = self._plan
         url = f"http://{_reachable(plan.host)}:{plan.port}"
-        broker = "in process" if plan.standalone else public_url(self._environ["SIE_NATS_URL"])
-        config = public_url(self._flags.get("SIE_CONFIG_SERVICE_URL") or plan.settings.config_service_url or "")
-        token_of = "with its SIE_ADMIN_TOKEN" if plan.settings.admin_token else "needs SIE_ADMIN_TOKEN, which is not set"
+        broker = self._embedded.url if self._embedded else "in process" if plan.standalone else public_url(self._environ["SIE_NATS_URL"])
+        here = "" if plan.data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(plan.data_dir))}"
+        elsewhere = public_url(plan.settings.config_service_url or "")
         mode = plan.settings.auth_mode
         token = "" if mode == "none" else " -H 'Authorization: Bearer TOKEN'"
         for line in (
@@ -359,12 +382,12 @@ class _Serve:
             f"queue   {broker}",
             f"data    {plan.data_dir}",
             f"metrics {self._metrics_urls()}",
-            *([f"models  sie models list --url {config}  ({token_of})"] if config else []),
-            *([f"keys    sie keys create NAME --nats-url {broker}"] if mode == "token" else []),
+            *([f"models  sie models list{here}"] if self._access().config_url else []),
+            *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
+            *([f"keys    sie keys create NAME{here if self._embedded else f' --nats-url {broker}'}"] if mode == "token" else []),
             f'try     curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
         ):
             self._say("serve", line)
-
 
     def _metrics_urls(self) -> str:
         """Where Prometheus finds each gateway and each worker."""
@@ -374,10 +397,6 @@ class _Serve:
             for name, (first, count) in self._metrics.items()
         ]
         return "; ".join(parts)
-
-
-def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environ.items() if key not in BY_NAME or not BY_NAME[key].secret}
 
 
 def _numbered(name: str, number: int, count: int) -> str:

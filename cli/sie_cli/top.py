@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from sie_cli.display import counted, size
-from sie_cli.options import GATEWAY, gateway_token, loaded, refuse
+from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded, refuse
 from sie_contracts.settings import public_url
 from sie_contracts.status import QueueInfo
 
@@ -139,7 +139,8 @@ class View:
 
 
 @click.command()
-@click.option("--gateway", metavar="URL", help=f"The gateway.  [default: SIE_GATEWAY_URL, else {GATEWAY}]")
+@click.option("--gateway", metavar="URL", help="The gateway.  [default: SIE_GATEWAY_URL, else that of the local `sie serve`]")
+@data_dir_option
 @click.option("--once", is_flag=True, help="One picture, then end.")
 def top(gateway: str | None, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. Ctrl-C ends it.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from sie_cli.options import at_broker, loaded, named_options
+from sie_cli.options import at_broker, data_dir_option, loaded, named_options
 from sie_contracts import topology as names
 from sie_contracts.settings import Settings
 
@@ -36,13 +36,14 @@ def topology() -> None:
     sie topology check      how it differs from what this version and these settings want; status 1 if it does
     sie topology migrate    the steps from one to the other, and with --yes their execution
 
-    Where the broker is comes from --nats-url or SIE_NATS_URL. Settings are those of the gateways: give the same ones.
+    It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any other by --nats-url or
+    SIE_NATS_URL, with SIE_NATS_PASSWORD. Settings are those of the gateways: give the same ones.
     """
 
 
 def _options(command: F) -> F:
     json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
-    return named_options(*_SETTINGS)(json(command))
+    return data_dir_option(named_options(*_SETTINGS)(json(command)))
 
 
 @topology.command()

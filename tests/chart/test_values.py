@@ -152,6 +152,11 @@ def test_the_table_of_settings_is_that_of_today() -> None:
     assert known >= chart_settings.OWN | chart_settings.LEFT_OUT
 
 
+def test_the_broker_of_the_chart_has_the_users_of_the_embedded_one() -> None:
+    """`python tests/chart_settings.py` copies them."""
+    assert chart_settings.USERS.read_text() == chart_settings.USERS_SOURCE.read_text()
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_every_variable_has_a_reader_in_its_process_and_is_read(file: str) -> None:
     """Each process loads the environment that it is given, without a warning but for what waits for a capability."""

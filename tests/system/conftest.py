@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 _BESIDE_OTHERS = {
     f"test_{name}.py"
     for name in (
-        "adversarial", "api", "broker_faults", "clients", "dlq", "docs", "doctor", "leases", "lora", "openapi",
+        "adversarial", "api", "broker_faults", "clients", "dlq", "docs", "doctor", "leases", "local_users", "lora", "openapi",
         "readme", "score_extract", "status", "tei", "topology_command",
     )
 }  # fmt: skip

@@ -174,7 +174,7 @@ def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> 
         assert health["nats_url"] is health["nats_monitor_url"] is None
     else:
         assert health["nats_url"].startswith("nats://127.0.0.1:")
-        assert httpx.get(health["nats_monitor_url"] + "/healthz").status_code == 200
+        assert health["nats_monitor_url"] is None
         for path in ("models", "export"):
             assert httpx.get(f"{health['config_url']}/v1/configs/{path}").status_code == 401
     assert client.get("/healthz").text == client.get("/readyz").text == "ok"

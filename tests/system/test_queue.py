@@ -46,7 +46,7 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(cluste
     assert cluster.encode(["warm"]).status_code == 200
     (sidecar,) = cluster.pids("sidecar")
     cluster.signal(sidecar, signal.SIGSTOP)
-    client = await nats.connect(str(cluster.health()["nats_url"]))
+    client = await nats.connect(cluster.broker_url())
     async with httpx.AsyncClient(timeout=60) as http:
         held, after = Load([cluster.url], timeout_s=30), Load([cluster.url], timeout_s=30)
         first = asyncio.create_task(held.one(http, cluster.url, 0))

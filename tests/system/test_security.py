@@ -322,8 +322,7 @@ def test_headers_make_no_stream(cluster: Cluster, client: httpx.Client) -> None:
     """X7: pools, machine profiles and bundles that do not exist are refused before anything is made for them."""
 
     def streams() -> set[str]:
-        monitor = client.get("/health").json()["nats_monitor_url"]
-        details = httpx.get(f"{monitor}/jsz?streams=true").json()["account_details"]
+        details = httpx.get(f"{cluster.access().broker_monitor_url}/jsz?streams=true").json()["account_details"]
         return {stream["name"] for account in details for stream in account["stream_detail"]}
 
     before = streams()

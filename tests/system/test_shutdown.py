@@ -88,10 +88,11 @@ def test_a_sidecar_that_waits_to_preload_ends_at_sigterm(tmp_path: Path) -> None
     """P1: no adapter ever answers at its socket."""
     with running(tmp_path, "--no-spare") as cluster:
         argv = [
-            SIE, "sidecar", "--nats-url", str(cluster.health()["nats_url"]), "--preload", MODEL, "--worker-metrics-port", "0",
+            SIE, "sidecar", "--preload", MODEL, "--worker-metrics-port", "0",
             "--ipc-socket-path", str(tmp_path / "none.sock"), "--worker-id", "late",
         ]  # fmt: skip
-        with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as sidecar:
+        environ = {**os.environ, "SIE_NATS_URL": cluster.broker_url()}
+        with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as sidecar:
             assert sidecar.stderr is not None
             for line in sidecar.stderr:
                 if "waiting for the adapter" in line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -41,4 +42,32 @@ def test_a_folder_that_somebody_put_there_is_refused(temporary: Path, tmp_path: 
     path = tmp_path / LONG
     sockets_folder(path).symlink_to(tmp_path)
     with pytest.raises(SettingError, match="name a directory with a shorter path"), DataDir(path):
+        pytest.fail("it was taken")
+
+
+def test_what_is_in_it_is_private_whatever_the_folder_is(temporary: Path) -> None:
+    path = temporary / "data"
+    path.mkdir()
+    path.chmod(0o755)
+    (path / "run").mkdir()
+    (path / "run").chmod(0o755)
+    with DataDir(path):
+        assert [stat.S_IMODE((path / name).stat().st_mode) for name in ("run", "lock")] == [0o700, 0o600]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
+def test_a_folder_where_everybody_may_write_is_refused(temporary: Path, mode: int) -> None:
+    path = temporary / "data"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(SettingError, match=r"every user of this machine may write there \(mode 0?1?7[57]7\).*chmod o-w"), DataDir(path):
+        pytest.fail("it was taken")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(temporary: Path) -> None:
+    path = temporary / "data"
+    path.mkdir(mode=0o755)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(SettingError, match=r"it belongs to another user \(uid 65534\)"), DataDir(path):
         pytest.fail("it was taken")

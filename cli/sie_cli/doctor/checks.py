@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 import sie_contracts
+from sie_cli.access import SOURCE
 from sie_cli.display import counted, size
 from sie_cli.doctor.look import Absent, Blind, Look, Told
 from sie_cli.preflight import held_bytes
@@ -225,8 +226,8 @@ async def broker(look: Look) -> Found:
         connection = await look.broker()
     except BrokerUnavailable as error:
         if "authorization" in str(error).lower():
-            where = "name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
-            fix = f"{where}; the chart keeps the operator's password in its secret"
+            where = "of `sie serve` give --data-dir, else name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
+            fix = f"{where}, which the chart keeps in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
         fix = "start it (`sie serve` brings one along, in Kubernetes it is the StatefulSet of NATS), or set SIE_NATS_URL to where it is"
         return "", [Finding(f"no broker answers at {url}", fix)]
@@ -293,7 +294,7 @@ async def config(look: Look) -> Found:
         return "", [Finding(f"no config service answers at {told.url}: {told.trouble}", fix)]
     if not told.is_sie:
         return "", [Finding(f"what answers at {told.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
-    if told.status in _FORBIDDEN and look.sources.get("SIE_CONFIG_SERVICE_URL") == "environment" and _has_config_token(look):
+    if told.status in _FORBIDDEN and look.sources.get("SIE_CONFIG_SERVICE_URL") in ("environment", SOURCE) and _has_config_token(look):
         wrong = f"the config service at {told.url} refuses this token (status {told.status})"
         return "", [Finding(wrong, "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service")]
     if told.status not in (200, *_FORBIDDEN):

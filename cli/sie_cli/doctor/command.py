@@ -13,13 +13,14 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from sie_cli.access import with_access
 from sie_cli.data_dir import default_data_dir
 from sie_cli.display import counted
 from sie_cli.doctor.checks import CHECKS, PROBE_S, Check, Finding, check_settings, faults_of
 from sie_cli.doctor.look import Absent, Blind, Look, looking
-from sie_cli.options import flags_of, settings_options
+from sie_cli.options import flags_of, refuse, settings_options
 from sie_contracts.broker import BrokerError
-from sie_contracts.settings import load
+from sie_contracts.settings import SettingError, load
 
 CHECK_S = 30.0
 FINE, WRONG, BLIND = 0, 1, 2
@@ -57,7 +58,10 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
     """
     logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # what matters of it is a finding
     values.pop("failpoints", None)
-    reports = asyncio.run(examined(flags_of(values), os.environ, (data_dir or default_data_dir()).absolute()))
+    try:
+        reports = asyncio.run(examined(flags_of(values), os.environ, data_dir))
+    except SettingError as error:
+        refuse(error)
     status = status_of(reports)
     if as_json:
         told = {"status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status], "checks": [_plain(each) for each in reports]}
@@ -72,10 +76,11 @@ def _plain(report: Report) -> dict[str, Any]:
     return {"check": report.check, "state": report.state, "says": report.says, "findings": findings}
 
 
-async def examined(flags: Mapping[str, str], environ: Mapping[str, str], data_dir: Path) -> list[Report]:
-    """The reports of all checks, in their order."""
+async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[Report]:
+    """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError for a wrong one."""
     faults, good_flags, good_environ = faults_of(flags, environ)
-    found = load(flags=good_flags, environ=good_environ)
+    found = with_access(load(flags=good_flags, environ=good_environ), named, required=False)
+    data_dir = (named or default_data_dir()).absolute()
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
     async with looking(found.settings, dict(found.sources), data_dir) as look:
         return list(await asyncio.gather(*(_report(name, check, look) for name, check in checks.items())))

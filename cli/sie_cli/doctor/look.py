@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 import msgspec
 
+from sie_cli.access import SOURCE
 from sie_cli.data_dir import sockets_folder
 from sie_cli.options import GATEWAY, gateway_token
 from sie_contracts import ipc, messages, topology
@@ -199,7 +200,7 @@ class Look:
         url = await self.config_url()
         if not url:
             raise Blind("which config service? Give --config-service-url, or a gateway that tells its own")
-        is_known = self.sources.get("SIE_CONFIG_SERVICE_URL") == "environment"
+        is_known = self.sources.get("SIE_CONFIG_SERVICE_URL") in ("environment", SOURCE)
         token = (self.settings.config_read_token or self.settings.admin_token) if is_known else None
         return await self.get(url, "/v1/configs/epoch", token)
 

@@ -1,0 +1,40 @@
+"""What of the environment of `sie serve` each of its processes gets: a secret reaches only the process that needs it.
+
+    settings                 the components that read them
+    HF_TOKEN and the like    adapters, which ask the hub for weights
+    AWS_, GOOGLE_, AZURE_    whoever opens a bucket: of payloads, of models, of weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from sie_contracts.settings import BY_NAME, Settings
+
+HUB = frozenset({"HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HUGGINGFACE_TOKEN"})
+CLOUD = ("AWS_", "GOOGLE_", "AZURE_")
+_BROKER = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "GOMAXPROCS", "GOMEMLIMIT")
+_BUCKETS = ("s3://", "gs://")
+
+
+def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The environment of a process that is these components (gateway, config, sidecar, adapter)."""
+    urls = {
+        "gateway": (settings.payload_store_url,), "sidecar": (settings.payload_store_url,), "config": (settings.models_dir,),
+        "adapter": (settings.models_dir, settings.cluster_cache),
+    }  # fmt: skip
+    opens_bucket = any((url or "").startswith(_BUCKETS) for name in components for url in urls[name])
+
+    def is_theirs(name: str) -> bool:
+        if name in BY_NAME:
+            return not set(components).isdisjoint(BY_NAME[name].components)
+        if name in HUB:
+            return "adapter" in components
+        return opens_bucket or not name.startswith(CLOUD)
+
+    return {name: value for name, value in environ.items() if is_theirs(name)}
+
+
+def of_broker(environ: Mapping[str, str], passwords: Mapping[str, str]) -> dict[str, str]:
+    """The environment of nats-server, which needs none of ours: only what is named."""
+    return {name: environ[name] for name in _BROKER if name in environ} | dict(passwords)

@@ -1,0 +1,174 @@
+"""Somebody else on the machine, who has no rights: becomes user 65534 and tries what it can reach of a `sie serve`.
+
+    python tests/local_user.py '{"ports": [...], "pids": [...], "folders": [...], "data_dir": "..."}'
+
+It prints one JSON object: what each port answered, which files, sockets and processes opened, and all bytes that it got, as `loot`.
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401  nothing can be imported once the rights are gone
+import json
+import os
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+NOBODY = 65534
+WAIT_S = 5.0
+CONNECTS = (
+    {}, {"user": "operator"}, {"user": "operator", "pass": ""}, {"user": "operator", "pass": "operator"},
+    {"user": "gateway", "pass": "gateway"},
+    {"user": "sys", "pass": "pass"}, {"auth_token": "operator"}, {"user": "operator", "pass": "$OPERATOR_PASSWORD"},
+)  # fmt: skip
+PATHS = (
+    "/", "/varz", "/connz?auth=1&subs=1", "/jsz?streams=1&consumers=1&config=1", "/subsz?subs=1", "/accountz", "/routez", "/gatewayz",
+    "/leafz", "/healthz", "/stacksz", "/ipqueuesz", "/expvarz", "/raftz", "/debug/pprof/", "/debug/vars", "/metrics", "/readyz", "/livez",
+    "/v1/configs/models", "/v1/configs/export", "/v1/configs/epoch", "/docs", "/openapi.json", "/ws/status", "/ws/cluster-status",
+    "/v1/models", "/health", "/v1/pools", "/v1/scaling/_default.cpu.default",
+)  # fmt: skip
+WRITES = (
+    ("POST", "/v1/configs/models", {"id": "evil/code", "weights": {"path": "/tmp/evil"}, "family": "encoder"}),
+    ("POST", "/v1/encode/sentence-transformers/all-MiniLM-L6-v2", {"items": ["x"]}),
+    ("POST", "/v1/pools", {"name": "mine", "gpus": {"cpu": 1}}),
+)  # fmt: skip
+
+
+class Attacker:
+    """Keeps every byte that anybody gave it."""
+
+    def __init__(self) -> None:
+        self.loot = bytearray()
+
+    def exchange(self, address: tuple[str, int] | str, sent: bytes) -> bytes:
+        """What comes back until the peer closes, or says nothing for a while."""
+        family = socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX
+        got = bytearray()
+        with socket.socket(family) as peer:
+            peer.settimeout(WAIT_S)
+            try:
+                peer.connect(address)
+                peer.sendall(sent)
+                while len(got) < 1 << 20 and (part := peer.recv(1 << 16)):
+                    got += part
+                    if b"PONG" in got or b"-ERR" in got:
+                        break
+            except TimeoutError:
+                pass
+        self.loot += got
+        return bytes(got)
+
+    def http(self, port: int, method: str, path: str, body: Any = None) -> int:
+        """The status, 0 where the answer is no HTTP."""
+        content = b"" if body is None else json.dumps(body).encode()
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\nAuthorization: Bearer guessed\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        answer = self.exchange(("127.0.0.1", port), head.encode() + content)
+        return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+    def nats(self, port: int, credentials: dict[str, str]) -> str:
+        """Subscribe to all, write a key and delete a stream: `refused`, or what the server said to it."""
+        words = (
+            f"CONNECT {json.dumps({'verbose': False, **credentials})}\r\nSUB > 1\r\nSUB _INBOX.> 2\r\n"
+            "PUB $KV.sie_keys.evil 2\r\n{}\r\nPUB $JS.API.STREAM.DELETE.WORK__default 0\r\n\r\nPING\r\n"
+        )
+        answer = self.exchange(("127.0.0.1", port), words.encode())
+        return "refused" if b"Authorization Violation" in answer else answer[-200:].decode("latin-1")
+
+    def port(self, port: int) -> dict[str, Any]:
+        greeting = self.exchange(("127.0.0.1", port), b"PING\r\n")
+        if greeting.startswith(b"INFO "):
+            return {"kind": "nats", "answers": [self.nats(port, each) for each in CONNECTS]}
+        found = {path: self.http(port, "GET", path) for path in PATHS}
+        written = {f"{method} {path}": self.http(port, method, path, body) for method, path, body in WRITES}
+        return {"kind": "http", "answers": found | written}
+
+    def files(self, folders: list[str]) -> dict[str, list[str]]:
+        """What of all that lies below the folders can be read, written or spoken to, and where something can be put."""
+        opened: dict[str, list[str]] = {"read": [], "written": [], "sockets": [], "placed": []}
+        for folder in folders:
+            for place, below, names in os.walk(folder):
+                try:
+                    os.close(os.open(f"{place}/evil", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o644))
+                    opened["placed"].append(place)
+                except OSError:
+                    pass
+                for path in (f"{place}/{name}" for name in [*names, *below]):
+                    self._file(path, opened)
+        return opened
+
+    def _file(self, path: str, opened: dict[str, list[str]]) -> None:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode):
+            return
+        if stat.S_ISSOCK(mode):
+            try:
+                self.exchange(path, b"\x00\x00\x00\x01\x80")
+                opened["sockets"].append(path)
+            except PermissionError:
+                pass
+            return
+        for flag, kind in ((os.O_RDONLY, "read"), (os.O_WRONLY, "written")):
+            try:
+                handle = os.open(path, flag | os.O_NONBLOCK)
+            except OSError:
+                continue
+            opened[kind].append(path)
+            self.loot += os.read(handle, 1 << 20) if kind == "read" else b""
+            os.close(handle)
+
+    def named(self, paths: list[str]) -> list[str]:
+        """Which of the files of a data directory open by their names, although their folder cannot be listed."""
+        opened: dict[str, list[str]] = {"read": [], "written": [], "sockets": [], "placed": []}
+        for path in paths:
+            try:
+                self._file(path, opened)
+            except PermissionError:
+                continue
+        return [*opened["read"], *opened["written"], *opened["sockets"]]
+
+    def processes(self, pids: list[int]) -> list[str]:
+        """What of their secrets opens, and who can be signalled."""
+        opened = []
+        for pid in pids:
+            self.loot += Path(f"/proc/{pid}/cmdline").read_bytes()
+            for name in ("environ", "mem", "maps", "fd"):
+                try:
+                    os.listdir(f"/proc/{pid}/fd") if name == "fd" else Path(f"/proc/{pid}/{name}").read_bytes()
+                    opened.append(f"{pid} {name}")
+                except PermissionError:
+                    continue
+            try:
+                os.kill(pid, 0)
+                opened.append(f"{pid} kill")
+            except PermissionError:
+                continue
+        return opened
+
+    def abstract_sockets(self, pids: list[int]) -> list[str]:
+        """Names of listening sockets that no file guards."""
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        return [row[7] for row in rows if len(row) > 7 and "sie" in row[7] and row[7].startswith("@")]
+
+
+def main() -> None:
+    wanted = json.loads(sys.argv[1])
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    attacker = Attacker()
+    told = {
+        "uid": os.getuid(), "processes": attacker.processes(wanted["pids"]), "files": attacker.files(wanted["folders"]),
+        "named": attacker.named(wanted["paths"]), "abstract": attacker.abstract_sockets(wanted["pids"]),
+        "ports": {str(port): attacker.port(port) for port in wanted["ports"]},
+    }  # fmt: skip
+    told["loot"] = attacker.loot.decode("latin-1")
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Another user of the machine, with no rights, tries every port, socket, file and process of a `sie serve` with tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import local_user
+import psutil
+import pytest
+from cluster import MODEL, SIE, Cluster, running
+
+from sie_cli import access
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+ATTACKER = Path(local_user.__file__)
+MARK = f"canary{secrets.token_hex(8)}"
+TOKEN = f"user-{secrets.token_urlsafe(24)}"
+SECRETS = ("_PASSWORD", "_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
+OPEN = {"/healthz", "/livez", "/readyz"}  # of the API; on the ports of probes also /metrics
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """With a data directory that was there before and that everybody may enter, and its text in the payload store and the queue."""
+    with tempfile.TemporaryDirectory(prefix="sie-local-", dir="/tmp") as folder:
+        data = Path(folder, "data")
+        data.mkdir()
+        for each in (Path(folder), data):
+            each.chmod(0o755)
+        environ = {
+            "SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": TOKEN, "HF_TOKEN": "hf-canary-token", "AWS_SECRET_ACCESS_KEY": "aws-canary-key",
+            "SIE_INLINE_PAYLOAD_BYTES": "1024",
+        }  # fmt: skip
+        with running(data, "--no-spare", environ=environ) as cluster:
+            answer = cluster.encode([MARK, f"{MARK} " * 400], authorization=f"Bearer {TOKEN}")
+            assert answer.status_code == 200, answer.text
+            yield cluster
+
+
+def processes(cluster: Cluster) -> list[psutil.Process]:
+    assert cluster.process is not None
+    leader = psutil.Process(cluster.process.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+def known_secrets(cluster: Cluster) -> set[str]:
+    """Every password and token of this start."""
+    found = {TOKEN, "hf-canary-token", "aws-canary-key"}
+    for process in processes(cluster):
+        environ = process.environ()
+        found |= {value.strip('"') for name, value in environ.items() if name.endswith(SECRETS)}
+    told = cluster.access()
+    return found | {told.operator_password, told.admin_token, told.broker_monitor_url.rpartition("/")[2]}
+
+
+@pytest.fixture(scope="module")
+def attack(cluster: Cluster) -> dict[str, Any]:
+    """What another user got."""
+    running_now = processes(cluster)
+    ports = {each.laddr.port for process in running_now for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    paths = [str(path) for path in cluster.data_dir.rglob("*") if not path.is_dir()]
+    assert len(ports) >= 6, "API, metrics, broker, its monitor, config service, worker"
+    assert any(path.endswith("access.json") for path in paths)
+    assert any("/payloads/" in path for path in paths)
+    wanted = {"ports": sorted(ports), "pids": [each.pid for each in running_now], "folders": [str(cluster.data_dir)], "paths": paths}
+    done = subprocess.run([sys.executable, str(ATTACKER), json.dumps(wanted)], capture_output=True, text=True, timeout=300, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["uid"] == local_user.NOBODY
+    return found
+
+
+def test_every_password_has_its_process(cluster: Cluster) -> None:
+    """Else the tests below would look for nothing: 4 users of the broker, the administrator, the reader, the monitor's path."""
+    found = known_secrets(cluster)
+    assert len(found) >= 10, sorted(len(each) for each in found)
+    assert all(len(each) >= 14 for each in found)
+
+
+def test_the_broker_refuses_whoever_has_no_password(cluster: Cluster, attack: dict[str, Any]) -> None:
+    port = cluster.access().broker_url.rpartition(":")[2]
+    told = attack["ports"][port]
+    assert (told["kind"], set(told["answers"])) == ("nats", {"refused"})
+
+
+def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any]) -> None:
+    """But probes and metrics, which are never behind a token, and the config service's description."""
+    config = cluster.access().config_url.rpartition(":")[2]
+    for port, told in attack["ports"].items():
+        if told["kind"] == "nats":
+            continue
+        let_in = {path for path, status in told["answers"].items() if 200 <= status < 400}
+        allowed = {str(cluster.port): OPEN, config: {*OPEN, "/metrics", "/docs", "/openapi.json"}}.get(port, {*OPEN, "/metrics"})
+        assert let_in <= allowed, (port, let_in - allowed)
+        assert all(status in (200, 401, 403, 404, 405, 426) for status in told["answers"].values()), (port, told["answers"])
+    monitor = cluster.access().broker_monitor_url.rpartition("/")[0].rpartition(":")[2]
+    assert set(attack["ports"][monitor]["answers"].values()) == {404}
+
+
+def test_no_file_and_no_socket_opens(attack: dict[str, Any]) -> None:
+    assert attack["files"] == {"read": [], "written": [], "sockets": [], "placed": []}
+    assert attack["named"] == []
+    assert attack["abstract"] == []
+
+
+def test_no_process_opens(attack: dict[str, Any]) -> None:
+    assert attack["processes"] == []
+
+
+def test_what_it_got_holds_no_secret_and_no_input(cluster: Cluster, attack: dict[str, Any]) -> None:
+    """In answers, command lines and files alike; nor does the log, or what is printed."""
+    loot, log = attack["loot"], "\n".join(cluster.lines)
+    assert "sie_gateway" in loot, "it got the metrics at least"
+    for each in known_secrets(cluster) | {MARK, base64.b64encode(MARK.encode()).decode()}:
+        assert each not in loot
+        assert each not in log
+
+
+def test_nothing_was_written(cluster: Cluster, attack: dict[str, Any]) -> None:
+    assert attack["ports"]
+    argv = [SIE, "keys", "list", "--data-dir", str(cluster.data_dir)]
+    keys = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert keys.stdout == "no keys\n"
+    models = httpx.get(f"{cluster.url}/v1/models", headers={"authorization": TOKEN}, timeout=10).text
+    assert "evil/code" not in models
+    assert MODEL in models
+
+
+def test_the_passwords_of_a_start_end_with_it(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / access.FILE
+    with running(tmp_path, "--no-spare") as another:
+        assert file.stat().st_mode & 0o777 == 0o600
+        theirs, ours = another.access(), cluster.access()
+    assert not file.exists()
+    for name in ("operator_password", "admin_token", "broker_monitor_url"):
+        assert getattr(theirs, name) != getattr(ours, name)

@@ -1,0 +1,58 @@
+"""What each process of `sie serve` gets of its environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sie_cli.environment import HUB, of_broker, of_components
+from sie_contracts.settings import ROWS, Settings
+
+CLOUD = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "GOOGLE_APPLICATION_CREDENTIALS": "f", "AZURE_STORAGE_KEY": "key"}
+COMMON = {"PATH": "/bin", "HOME": "/home/me", "HTTPS_PROXY": "http://proxy:3128", "CUDA_VISIBLE_DEVICES": "0"}
+SECRET = {row.name: "s" for row in ROWS if row.secret}
+WHOLE = {**COMMON, **CLOUD, **dict.fromkeys(HUB, "hf"), **SECRET, "SIE_NATS_URL": "nats://me:password@host:4222"}
+
+
+def got(*components: str, **settings: Any) -> set[str]:
+    return of_components(components, WHOLE, Settings(**settings)).keys() - COMMON.keys()
+
+
+@pytest.mark.parametrize("component", ["gateway", "config", "sidecar", "adapter"])
+def test_secret_settings_reach_their_readers_alone(component: str) -> None:
+    readers = {row.name for row in ROWS if component in row.components}
+    found = got(component, payload_store_url="s3://b", models_dir="s3://b", cluster_cache="s3://b")
+    assert found & SECRET.keys() == SECRET.keys() & readers
+    assert ("SIE_NATS_URL" in found) == (component != "adapter"), "it may hold a password"
+
+
+def test_the_hub_s_token_reaches_adapters_alone() -> None:
+    assert "HF_TOKEN" in HUB
+    assert got("adapter") & HUB == HUB
+    for components in (("gateway",), ("config",), ("sidecar",), ("gateway", "config", "sidecar")):
+        assert not got(*components) & HUB
+
+
+@pytest.mark.parametrize(
+    ("setting", "url", "readers"),
+    [
+        ("payload_store_url", "s3://payloads", {"gateway", "sidecar"}), ("payload_store_url", "/a/folder", set()),
+        ("models_dir", "gs://models/x", {"config", "adapter"}), ("models_dir", "./models", set()),
+        ("cluster_cache", "s3://weights", {"adapter"}), ("cluster_cache", None, set()),
+    ],
+)  # fmt: skip
+def test_keys_of_a_cloud_reach_whoever_opens_the_bucket(setting: str, url: str | None, readers: set[str]) -> None:
+    for component in ("gateway", "config", "sidecar", "adapter"):
+        found = got(component, **{setting: url}) & CLOUD.keys()
+        assert found == (CLOUD.keys() if component in readers else set()), component
+    assert bool(got("gateway", "config", "sidecar", **{setting: url}) & CLOUD.keys()) == bool(readers - {"adapter"}), "standalone"
+
+
+def test_everything_else_is_handed_on() -> None:
+    for component in ("gateway", "config", "sidecar", "adapter"):
+        assert of_components((component,), WHOLE, Settings()).items() >= COMMON.items()
+
+
+def test_the_broker_gets_what_is_named_alone() -> None:
+    assert of_broker(WHOLE, {"GATEWAY_PASSWORD": "x"}) == {"PATH": "/bin", "HOME": "/home/me", "GATEWAY_PASSWORD": "x"}
