@@ -27,7 +27,8 @@ ATTACKER = Path(local_user.__file__)
 MARK = f"canary{secrets.token_hex(8)}"
 TOKEN = f"user-{secrets.token_urlsafe(24)}"
 SECRETS = ("_PASSWORD", "_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
-OPEN = {"/healthz", "/livez", "/readyz"}  # of the API; on the ports of probes also /metrics
+OPEN = {"/healthz", "/livez", "/readyz"}
+SCALING = "/v1/scaling/_default.cpu.default"  # what KEDA asks a gateway's port of probes
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +95,15 @@ def test_the_broker_refuses_whoever_has_no_password(cluster: Cluster, attack: di
 
 
 def test_no_port_tells_or_takes_anything(cluster: Cluster, attack: dict[str, Any]) -> None:
-    """But probes and metrics, which are never behind a token, and the config service's description."""
+    """But the ports of probes and metrics, which are never behind a token; and the config service describes itself."""
     config = cluster.access().config_url.rpartition(":")[2]
+    probes = {*OPEN, "/metrics"}
+    allowed_at = {str(cluster.port): OPEN, config: {*probes, "/docs", "/openapi.json"}, str(cluster.worker_port): probes}
     for port, told in attack["ports"].items():
         if told["kind"] == "nats":
             continue
         let_in = {path for path, status in told["answers"].items() if 200 <= status < 400}
-        allowed = {str(cluster.port): OPEN, config: {*OPEN, "/metrics", "/docs", "/openapi.json"}}.get(port, {*OPEN, "/metrics"})
+        allowed = allowed_at.get(port, {*probes, SCALING})
         assert let_in <= allowed, (port, let_in - allowed)
         assert all(status in (200, 401, 403, 404, 405, 426) for status in told["answers"].values()), (port, told["answers"])
     monitor = cluster.access().broker_monitor_url.rpartition("/")[0].rpartition(":")[2]
