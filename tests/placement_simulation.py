@@ -20,7 +20,8 @@ from itertools import count
 import numpy as np
 
 from sie_contracts.messages import Heartbeat, ModelStatus, Placement
-from sie_gateway.placement import EVERY_S, Planner, Waiting
+from sie_gateway.placement import EVERY_S
+from sie_gateway.planner import Planner, Waiting
 from sie_sidecar.assignment import AHEAD_AGAIN_S, role
 
 TOKENS = 100  # of each request
@@ -154,7 +155,7 @@ class Simulation:
         self._waiting.setdefault(model, deque()).append(self._now_s)
         if self._by_table:
             name = self._names[model]
-            self._planner.note(name, 1, TOKENS, self._now_s)
+            self._planner.note(name, 1, TOKENS)
             if self._table is None or name not in self._table.hosts:
                 self._plan()
             hosts = self._table.hosts.get(name, ()) if self._table else ()

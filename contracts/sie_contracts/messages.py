@@ -284,7 +284,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     `credit_items` how many of them and how many messages it takes in at most (0: not told). A batch has `batch_cost` tokens at most, and
     at the adapter are `pipeline` batches at most. `pool` is the one that it pulls from now; `own_pool` its own, of a worker that asks which
     pool to serve (empty: it serves `pool` whatever is assigned). `clock_ahead_s`: its wall clock less the broker's, as it measured that
-    (None: not yet, or not told).
+    (None: not yet, or not told). `reads_parts`: whether it reads a placement table that is in parts.
     """
 
     worker: str
@@ -311,6 +311,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     pipeline: int = 0
     own_pool: str = ""
     clock_ahead_s: float | None = None
+    reads_parts: bool = False
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
@@ -343,9 +344,21 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
     """Who hosts which model of a lane: model id to worker ids. `at_s` is the broker's time of the last look, `raised_s` of the last host
-    that a model got."""
+    that a model got.
+
+    A large table is in parts: `parts` are their stamps, and `hosts` has the rows of those workers that read no parts.
+    """
 
     at_s: float
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+    parts: tuple[int, ...] = ()
+
+
+class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
+    """Rows of a placement table. `stamp` is a digest of them."""
+
+    stamp: int
     hosts: dict[str, tuple[str, ...]] = {}
     raised_s: dict[str, float] = {}
 
@@ -449,7 +462,7 @@ class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
 
 Message = (
     WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta | Fragment | Cancel | Payload | Placement | DeadLetter
-    | GatewayBeat | Demand | Reservations | Assigned
+    | GatewayBeat | Demand | Reservations | Assigned | PlacementPart
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -462,6 +475,7 @@ decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
 decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode
 decode_demand = msgspec.msgpack.Decoder(Demand).decode
 decode_placement = msgspec.msgpack.Decoder(Placement).decode
+decode_placement_part = msgspec.msgpack.Decoder(PlacementPart).decode
 decode_reservations = msgspec.msgpack.Decoder(Reservations).decode
 decode_assigned = msgspec.msgpack.Decoder(Assigned).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

@@ -54,7 +54,7 @@ _LEAST_RESERVATION_BYTES = 1 << 20
 _LEAST_PER_SUBJECT = 4096  # above the messages that one request can be
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1 << 15)
 def token(name: str) -> str:
     """An injective encoding of any non-empty string into letters, digits, `-` and `_xx` (the UTF-8 bytes in hex)."""
     if not name:
@@ -188,12 +188,17 @@ def own_consumers(replicas: int) -> int:
 
 def work_subject(lane: Lane, priority: str, model: str) -> str:
     """The model's own subject."""
-    return f"{_lane_subject(lane, priority)}.{_bounded(token(model))}"
+    return f"{_lane_subject(lane, priority)}.{model_token(model)}"
+
+
+def model_token(model: str) -> str:
+    """What ends the subjects of a model, and of no other."""
+    return _bounded(token(model))
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
     """The subject of a model that shares its consumer: the slot follows from the model alone, so every publisher takes the same one."""
-    name = _bounded(token(model))
+    name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
     return f"{_lane_subject(lane, priority)}._s{slot:x}.{name}"
 
@@ -256,3 +261,19 @@ def lane_filter(lane: Lane, priority: str = "") -> str:
 def lane_key(lane: Lane) -> str:
     """The lane as a key of a bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
+
+
+def part_key(lane_key: str, number: int) -> str:
+    """The key of a part of what a lane's key has."""
+    return f"{lane_key}.p{number}"
+
+
+def lane_key_of(key: str) -> str:
+    """The lane's key that a key is, or is a part of."""
+    return ".".join(key.split(".", 3)[:3])
+
+
+def part_number(lane_key: str, key: str) -> int | None:
+    """The number of the part that a key is of; None where it is of another lane, or no part."""
+    number = key.removeprefix(f"{lane_key}.p")
+    return int(number) if number != key and number.isdecimal() else None

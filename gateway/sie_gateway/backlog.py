@@ -86,13 +86,5 @@ class Backlog:
         read = self._read.get(pool)
         return None if read is None or self._clock() - read[0] > UNKNOWN_S else read[1]
 
-    def of_model(self, lane: Lane, priority: Priority, model: str) -> int | None:
-        """Messages of one model, by either way it may take. None while not known."""
-        read = self._read.get(lane.pool)
-        if read is None or self._clock() - read[0] > UNKNOWN_S:
-            return None
-        own, slot = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
-        return read[1].get(own, 0) + read[1].get(slot, 0)
-
     async def stop(self) -> None:
         await self._asking.stop()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, CoreMessage
@@ -30,11 +32,18 @@ def worker_rate(beats: Iterable[Heartbeat]) -> float:
     Each measured rate counts by the share of its worker that the work of now takes: what an idle worker ran long ago, in larger or smaller
     batches, would make full workers look half empty or the reverse. Where nobody works it is their mean.
     """
-    known = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats if beat.rate > 0]
-    busy = sum(arriving / rate for rate, arriving in known)
+    known = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
+    return mean_rate(np.array([rate for rate, _ in known]), np.array([arriving for _, arriving in known]))
+
+
+def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
+    """As `worker_rate`, of each worker's rate and of what comes in there, tokens a second, shape (workers,) each."""
+    known = rates > 0
+    rates, arriving = rates[known], arriving[known]
+    busy = (arriving / rates).sum()
     if busy > 0:
-        return sum(arriving for _, arriving in known) / busy
-    return sum(rate for rate, _ in known) / len(known) if known else 0.0
+        return float(arriving.sum() / busy)
+    return float(rates.mean()) if len(rates) else 0.0
 
 
 class _Lane:
@@ -188,6 +197,24 @@ class Fleet:
         """By name."""
         self._expire()
         return [self._healthy[name] for name in sorted(self._healthy)]
+
+    def lanes(self) -> dict[Lane, list[Heartbeat]]:
+        """The healthy workers of each lane that has one."""
+        self._expire()
+        return {lane: found.all() for lane, found in self._lanes.items()}
+
+    def silent(self) -> dict[Lane, list[Heartbeat]]:
+        """The workers whose heartbeat is overdue and was the last of a healthy one, by lane."""
+        self._expire()
+        found: dict[Lane, list[Heartbeat]] = {}
+        for name, (_, beat) in self._seen.items():
+            if name not in self._healthy and beat.ready and not beat.leaving:
+                found.setdefault(Lane(beat.pool, beat.machine_profile, beat.bundle), []).append(beat)
+        return found
+
+    def known(self) -> Collection[str]:
+        """The ids of all known workers."""
+        return self._seen.keys()
 
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
         """The healthy workers of a lane, by name."""

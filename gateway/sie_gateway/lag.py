@@ -19,7 +19,7 @@ from sie_contracts.messages import PRIORITIES
 from sie_contracts.runtime.process import Stop, Trouble
 from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
-from sie_gateway.placement import Waiting
+from sie_gateway.planner import Waiting
 
 EVERY_S = 5.0
 MOST_LANES = 16  # that are told of, those with the most work first

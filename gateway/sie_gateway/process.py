@@ -89,7 +89,8 @@ async def serve(
     clock = BrokerClock(broker, topology.stream_name(settings.pool))
     pools = Pools(settings, broker, fleet, queue, inbox, clock, metrics)
     backlog = Backlog(broker, pools)
-    placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, Ages(broker, backlog, clock.now_s).of, clock.now_s)
+    ages = Ages(broker, backlog, clock.now_s)
+    placer = Placer(broker, settings.adopt_after_ms / 1000, fleet, ages.of, clock.now_s)
     queue.on_publish = placer.note
     admission = Admission(settings, broker, fleet, backlog, metrics)
     admission.peers.epoch = lambda: feed.catalogue.epoch

@@ -33,7 +33,7 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet
 from sie_gateway.lag import Labels, Lag
 from sie_gateway.peers import Peers
-from sie_gateway.placement import Waiting
+from sie_gateway.planner import Waiting
 from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
 
 CLUSTER_EVERY_S = 1.0

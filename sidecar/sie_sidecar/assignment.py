@@ -20,6 +20,7 @@ import msgspec
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, Entry, Subscription
 from sie_contracts.messages import Placement
+from sie_contracts.tables import StoredTable
 from sie_contracts.topology import Lane
 
 FIRST_S = 5.0
@@ -73,14 +74,19 @@ class Assignment:
         self._consumers: dict[str, set[str]] = {}  # consumer name -> models that it may bring
         self._ahead_s: dict[str, float] = {}
         self.table: Placement | None = None
+        self._stored = StoredTable(topology.lane_key(lane))
+        self._mine: frozenset[str] | None = None
 
     async def start(self) -> None:
         """Read the table, and learn of each change. Raises BrokerError."""
         bucket = await self._broker.key_value(topology.PLACEMENT_BUCKET)
-        entry = await bucket.get(topology.lane_key(self._lane))
-        if entry is not None:
-            await self._on_entry(entry)
-        self._watch = await bucket.watch(self._on_entry, entry.revision if entry else 0)
+        try:
+            await self._stored.read(bucket)
+        except msgspec.DecodeError as error:
+            _logger.error("the placement table could not be read: %s", error)
+        if self._stored.table is not None:
+            self._changed()
+        self._watch = await bucket.watch(self._on_entry, self._stored.revision)
         if self.table is None:
             self._await_table()
 
@@ -108,17 +114,16 @@ class Assignment:
             self._first = None
 
     async def _on_entry(self, entry: Entry) -> None:
-        if entry.key != topology.lane_key(self._lane):
-            return
+        try:
+            if self._stored.take(entry):
+                self._changed()
+        except msgspec.DecodeError as error:
+            _logger.error("the placement table could not be read, the one before stays: %s", error)
+
+    def _changed(self) -> None:
         self._end_wait()
-        if entry.value is None:
-            self.table = None
-        else:
-            try:
-                self.table = messages.decode_placement(entry.value)
-            except msgspec.DecodeError as error:
-                _logger.error("the placement table could not be read, the one before stays: %s", error)
-                return
+        self.table = self._stored.table
+        self._mine = None if self.table is None else frozenset(model for model, hosts in self.table.hosts.items() if self._worker in hosts)
         self._index()
         self._on_change()
 
@@ -134,9 +139,7 @@ class Assignment:
 
     def models(self) -> frozenset[str] | None:
         """The models that this worker hosts; None while there is no table."""
-        if self.table is None:
-            return None
-        return frozenset(model for model, hosts in self.table.hosts.items() if self._worker in hosts)
+        return self._mine
 
     def is_old(self) -> bool:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
@@ -157,7 +160,7 @@ class Assignment:
         if self.table is None or self.is_old():
             return []
         now_s = self._now_s()
-        due = (model for model in self.table.hosts if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S)
+        due = (model for model in self._mine or () if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S)
         found = [model for model in due if self._of(model) == "ahead"]
         self._ahead_s.update(dict.fromkeys(found, now_s))
         return found

@@ -92,6 +92,7 @@ class Health:
             rate=worker.rate.tokens_per_s if worker else 0.0, held_cost=held_cost,
             credit_cost=credit_cost, credit_items=credit_items, batch_cost=batch_cost, pipeline=pipeline,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
+            reads_parts=True,
         )  # fmt: skip
 
     async def publish(self) -> None:

@@ -38,6 +38,7 @@ from sie_contracts.messages import (
     Ok,
     Payload,
     Placement,
+    PlacementPart,
     PoolSpec,
     Reservation,
     Reservations,
@@ -128,6 +129,7 @@ EXAMPLES: dict[str, Any] = {
     ),
     "heartbeat-1-own-pool": Heartbeat("w4", "team", "l4", "default", True, "0.2.0", own_pool="_default"),
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
+    "heartbeat-1-parts": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", reads_parts=True),
     "heartbeat-1-items": Heartbeat(
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0", credit_items=24,
         batch_cost=16_384, pipeline=2,
@@ -146,6 +148,8 @@ EXAMPLES: dict[str, Any] = {
     ),
     "assigned-1": Assigned({"w1": "team"}),
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
+    "placement-1-parts": Placement(1_700_000_000.5, {"org/model": ("w1",)}, {}, (1, 18_446_744_073_709_551_615)),
+    "placement-part-1": PlacementPart(7, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "dead-1": DeadLetter("01a1f797.3.1", "sie.work.p.m.b.bulk.x", b"\x01\x02", _ERROR, ("w1", "w2"), 3, 2, 1_700_000_000.5),
     "heartbeat-1": Heartbeat(
         worker="w1", pool="_default", machine_profile="l4", bundle="vision", ready=True, version="0.1.0", leaving=True, gpu_count=2,

@@ -626,6 +626,20 @@ class QueuePlacement(msgspec.Struct, tag="placement/1"):
     raised_s: dict[str, float] = {}
 
 
+class PartsPlacement(QueuePlacement, tag="placement/1"):
+    parts: tuple[int, ...] = ()
+
+
+class PartsPart(msgspec.Struct, tag="placement-part/1"):
+    stamp: int
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+
+
+class PartsHeartbeat(ClockHeartbeat, tag="heartbeat/1"):
+    reads_parts: bool = False
+
+
 class QueueDeadLetter(msgspec.Struct, tag="dead/1"):
     id: str
     subject: str
@@ -708,7 +722,8 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "gateway-1-qps": StatusGateway, "work-1-endpoint": StatusWork,
     "ipc2-Description-device": StatusDescription, "ipc2-Description-batches": BatchesDescription, "demand-1": QueueDemand,
     "heartbeat-1-own-pool": PoolsHeartbeat, "reservations-1": PoolsReservations, "assigned-1": PoolsAssigned,
-    "heartbeat-1-clock": ClockHeartbeat,
+    "heartbeat-1-clock": ClockHeartbeat, "placement-1-parts": PartsPlacement, "placement-part-1": PartsPart,
+    "heartbeat-1-parts": PartsHeartbeat,
     "ipc2-Ping": P2Ping, "ipc2-Describe": P2Describe, "ipc2-EnsureReady": P2EnsureReady, "ipc2-EnsureLora": P2EnsureLora,
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
@@ -726,6 +741,7 @@ OLDER_READERS = {
     "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
     "ipc2-Description-device": P2Description, "ipc2-Description-batches": StatusDescription,
     "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,
+    "placement-1-parts": QueuePlacement, "heartbeat-1-parts": ClockHeartbeat,
     "heartbeat-1-clock": PoolsHeartbeat, "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
 }  # fmt: skip
 

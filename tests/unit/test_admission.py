@@ -508,7 +508,7 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
             await broker.publish(subject, b"x", f"{number}.{subject}")
     await asyncio.gather(*(backlog.fresh("_default", 1.0) for _ in range(5)))
     assert (backlog.messages(LANE, "bulk"), backlog.messages(LANE, "interactive"), backlog.messages(other, "bulk")) == (4, 2, 2)
-    assert backlog.of_model(LANE, "bulk", "a") == 2
+    assert backlog.by_subject("_default") == {of(*each): 1 for each in work for of in (topology.work_subject, topology.slot_subject)}
     server.disconnect()
     with pytest.raises(BrokerError):
         await backlog.fresh("_default", 0.0)

@@ -13,12 +13,14 @@ from placement_simulation import Case, Simulation, cases
 from sie_contracts import topology
 from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.layout import HOT, Holdings, place
 from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem, decode_placement
-from sie_contracts.placement import HOT, LOWER_AFTER_S, USED, Holdings, Replicas, place, replicas
+from sie_contracts.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet
-from sie_gateway.placement import FORGET_S, REFRESH_S, Placer, Planner, Waiting
+from sie_gateway.placement import Placer
+from sie_gateway.planner import FORGET_S, REFRESH_S, Planner, Waiting
 
 LANE = Lane("_default", "l4", "default")
 
@@ -172,7 +174,7 @@ def beat(worker: str, *statuses: ModelStatus, rate: float = 1000.0, slots: int =
 
 def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
     planner = Planner(2.0)
-    planner.note("m", 1, 100, 0.0)
+    planner.note("m", 1, 100)
     table = planner.step(None, [beat("w1"), beat("w2")], [], {"m": Waiting(1, 0.0)}, 0.0)
     assert table is not None
     host = table.hosts["m"][0]

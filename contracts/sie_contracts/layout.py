@@ -1,0 +1,505 @@
+"""Which worker hosts which model: a table that is kept from look to look, of which only what has changed is placed anew.
+
+    workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─► relieve
+
+With W workers and M models a table from nothing takes O((W + M) log W), and a look at which nothing has changed O(W + M) of array work.
+No clock, no I/O, no randomness: the gateways that compute from equal inputs write equal tables.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+HOT = 0.8  # planned use of a worker above which a model is moved off it
+MOVE_GAIN = 0.1  # a move must leave the fuller of both workers better by this part of a worker
+PAUSE_EVERY = 16  # models
+_LOAD_STEPS = 10  # workers whose planned use differs by less than a tenth count as equal
+_UNLIMITED = 1 << 30
+_NEAR = 16
+_FIRST_MODELS = 64
+
+Table = dict[str, tuple[str, ...]]
+_Key = tuple[bool, int, int]  # no room, planned use in tenths, number of models
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The models of one live worker: what it has loaded, what it is loading, and what just did not fit there."""
+
+    loaded: frozenset[str] = frozenset()
+    loading: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+
+    def has(self, model: str) -> bool:
+        return model in self.loaded or model in self.loading
+
+    @property
+    def kinds(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        return self.loaded, self.loading, self.refused
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    name: str
+    index: int
+    lot: int
+    holdings: Holdings
+    slots: int
+    models: set[str] = field(default_factory=set)
+    use: float = 0.0  # planned, as of this look
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.models)
+
+    @property
+    def key(self) -> _Key:
+        return (self.free <= 0, int(self.use * _LOAD_STEPS + 1e-6), len(self.models))
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """The hosts of one model. `leaving` serves on, beside the `wanted` others, until all of these have the model."""
+
+    model: str
+    index: int
+    wanted: int
+    hosts: list[_Worker] = field(default_factory=list)
+    leaving: str = ""
+    before: tuple[str, ...] = ()  # the hosts as the table has them
+
+    def table(self) -> tuple[str, ...]:
+        """As the table has it: hosts that have the model come first."""
+        hosts = tuple(worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded))
+        return (self.leaving, *hosts) if self.leaving else hosts
+
+    def takes(self, name: str) -> bool:
+        return name != self.leaving and all(worker.name != name for worker in self.hosts)
+
+
+class _Order:
+    """The workers in the order in which a model that none of them has takes them: by room, planned use and number of models.
+
+    Those that are equal stand on a ring by hash. A model takes one of the _NEAR behind its own hash (consistent hashing), the first by a
+    hash of both (rendezvous hashing): each model has an order of its own, which a worker that comes or goes does not change, and models
+    that one lost worker had go to different ones.
+    """
+
+    def __init__(self, workers: Iterable[_Worker]) -> None:
+        self._rings: dict[_Key, list[tuple[int, str]]] = {}
+        self._keys: dict[str, _Key] = {}
+        for worker in workers:
+            key = self._keys[worker.name] = worker.key
+            self._rings.setdefault(key, []).append((worker.lot, worker.name))
+        for ring in self._rings.values():
+            ring.sort()
+        self._sorted = sorted(self._rings)
+
+    def moved(self, worker: _Worker) -> None:
+        """What it is ordered by may have changed."""
+        before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
+        if key == before:
+            return
+        ring = self._rings[before]
+        ring.pop(bisect.bisect_left(ring, entry))
+        if not ring:
+            del self._rings[before]
+            self._sorted.pop(bisect.bisect_left(self._sorted, before))
+        self._keys[worker.name] = key
+        if key in self._rings:
+            bisect.insort(self._rings[key], entry)
+        else:
+            self._rings[key] = [entry]
+            bisect.insort(self._sorted, key)
+
+    def first(self, lot: int, taken: set[str], *, only_free: bool) -> tuple[_Key, str] | None:
+        """The first worker, for a model of this hash, that is not among `taken`."""
+        for key in self._sorted:
+            if only_free and key[0]:
+                return None
+            ring = self._rings[key]
+            start = bisect.bisect_left(ring, (lot, ""))
+            behind = (ring[position % len(ring)] for position in range(start, start + len(ring)))
+            near = list(itertools.islice((entry for entry in behind if entry[1] not in taken), _NEAR))
+            if near:
+                return key, min(near, key=lambda entry: _pair(lot, entry[0]))[1]
+        return None
+
+
+class Layout:
+    """The table of one lane and what it is made from. Not safe for use by two threads at once."""
+
+    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
+        """`pause` is called between parts of a long `settle`."""
+        self.rows: dict[str, _Row] = {}
+        self.workers: dict[str, _Worker] = {}
+        self._hosts: dict[int, _Worker] = {}  # by index
+        self._share = np.zeros(_FIRST_MODELS)  # of one host of a model, in workers' worth of time, as of this look
+        self.having: dict[str, set[str]] = {}  # model -> workers that have it or load it
+        self.loading: set[str] = set()  # workers that load something
+        self.indices: dict[str, int] = {}  # model -> where it stands in arrays; 0 stands for none
+        self.names = [""]  # the reverse
+        self._pause = pause
+        self._refused: dict[str, set[str]] = {}
+        self._dirty: set[str] = set()
+        self._unsettled: set[str] = set()  # looked at each time: a host leaves, is missing or has refused the model
+        self._overfull: set[str] = set()
+        self._free_models: list[int] = []
+        self._free_workers: list[int] = []
+        self._wanted = np.ones(_FIRST_MODELS)
+        self._first = np.zeros(_FIRST_MODELS, np.intp)  # by model, its first host
+        self._several: set[str] = set()  # models of more than one
+        self._order: _Order | None = None  # while a table is made
+
+    # ---- what it is made from
+
+    def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
+        """A live worker as it is now. `slots`: how many models fit at once, 0 for no bound.
+
+        Returns the models that it has, loads or refused now and did not before, or the reverse.
+        """
+        worker = self.workers.get(name)
+        if worker is None:
+            index = self._free_workers.pop() if self._free_workers else len(self.workers) + 1
+            worker = self.workers[name] = self._hosts[index] = _Worker(name, index, _lot(name), Holdings(), _UNLIMITED)
+        if worker.slots != (slots or _UNLIMITED):
+            worker.slots = slots or _UNLIMITED
+            self._count(worker)
+        if holdings == worker.holdings:
+            return set()
+        changed: set[str] = set()
+        for before, after in zip(worker.holdings.kinds, holdings.kinds, strict=True):
+            changed |= before ^ after
+        for model in changed:
+            _note(self.having, model, name, is_in=holdings.has(model))
+            _note(self._refused, model, name, is_in=model in holdings.refused)
+        worker.holdings = holdings
+        if holdings.loading:
+            self.loading.add(name)
+        else:
+            self.loading.discard(name)
+        self._dirty |= changed & self.rows.keys()
+        return changed
+
+    def drop_worker(self, name: str) -> set[str]:
+        """It is no live worker any more. Returns as `set_worker`."""
+        changed = self.set_worker(name, Holdings(), 0)
+        worker = self.workers.pop(name)
+        del self._hosts[worker.index]
+        for model in list(worker.models):
+            row = self.rows[model]
+            self._assign(row, [host for host in row.hosts if host is not worker])
+            self._dirty.add(model)
+        self._overfull.discard(name)
+        self._free_workers.append(worker.index)
+        return changed
+
+    def set_model(self, model: str, wanted: int) -> None:
+        """A model that is to have so many hosts, at least 1."""
+        row = self.rows.get(model)
+        if row is None:
+            index = self._free_models.pop() if self._free_models else len(self.rows) + 1
+            if index >= len(self._wanted):
+                self._wanted = np.concatenate([self._wanted, np.ones(len(self._wanted))])
+                self._first = np.concatenate([self._first, np.zeros(len(self._first), np.intp)])
+            row = self.rows[model] = _Row(model, index, 0)
+            self.indices[model] = index
+            if index == len(self.names):
+                self.names.append(model)
+            self.names[index] = model
+        if row.wanted != wanted:
+            row.wanted = wanted
+            self._wanted[row.index] = wanted
+            self._dirty.add(model)
+
+    def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
+        """What the table says of a model that has a row, where somebody else wrote it or it is to be cut."""
+        row = self.rows[model]
+        row.before = hosts
+        self._dirty.add(model)
+
+    def drop_model(self, model: str) -> None:
+        row = self.rows.pop(model)
+        self._assign(row, [])
+        self._wanted[row.index] = 1
+        del self.indices[model]
+        self._free_models.append(row.index)
+        self._dirty.discard(model)
+        self._unsettled.discard(model)
+
+    @property
+    def size(self) -> int:
+        """Of arrays by model."""
+        return len(self._wanted)
+
+    # ---- the table
+
+    def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
+        """Place what has changed. Returns the hosts of those models whose row is another one now.
+
+        `demand`: shape (size,), float64, by index: of each model, in workers' worth of time (1.0: it keeps one worker busy).
+        """
+        if not self.workers:
+            return {}
+        touched = {model for model in self._dirty | self._unsettled if model in self.rows}
+        self._dirty = set()
+        for number, model in enumerate(touched):
+            if number % PAUSE_EVERY == 0:
+                self._pause()
+            self._keep(self.rows[model])
+        lacking = [row for row in map(self.rows.__getitem__, touched) if len(row.hosts) < self._complete(row)]
+        self._share = demand / self._wanted
+        use = self._use()
+        if lacking or self._overfull or self._is_movable(use):
+            for worker in self.workers.values():
+                worker.use = float(use[worker.index])
+            self._place(lacking, demand, touched)
+        return self._changes(touched)
+
+    def _is_movable(self, use: NDArray[np.float64]) -> bool:
+        """Whether a move of a model off the worker with the most to do could help."""
+        most = use.max()
+        if most <= HOT:
+            return False
+        least = np.delete(use, [0, *self._free_workers]).min()
+        for index in np.flatnonzero(use == most):
+            for model in self._hosts[int(index)].models:
+                part = self._share[self.indices[model]]
+                if part >= MOVE_GAIN and (least + part <= most - MOVE_GAIN):
+                    return True
+        return False
+
+    def _place(self, lacking: list[_Row], demand: NDArray[np.float64], touched: set[str]) -> None:
+        lacking.sort(key=lambda row: (-demand[row.index], row.model))
+        for row in lacking:
+            if not row.hosts:
+                self._adopt(row)
+        if any(len(row.hosts) < self._complete(row) for row in lacking):
+            self._order = _Order(self.workers.values())
+            for number, row in enumerate(lacking):
+                if number % PAUSE_EVERY == 0:
+                    self._pause()
+                while len(row.hosts) < self._complete(row):
+                    worker = self._best(row, only_free=False)
+                    assert worker is not None
+                    self._add(row, worker)
+        self._relieve_full(demand, touched)
+        self._relieve_hot(touched)
+        self._order = None
+
+    def _changes(self, touched: set[str]) -> dict[str, tuple[str, ...]]:
+        changes: dict[str, tuple[str, ...]] = {}
+        self._unsettled = set()
+        for model in touched:
+            row = self.rows[model]
+            hosts = row.table()
+            if hosts != row.before:
+                row.before = changes[model] = hosts
+            refused = self._refused.get(model, ())
+            if row.leaving or len(row.hosts) < row.wanted or any(worker.name in refused for worker in row.hosts):
+                self._unsettled.add(model)
+        return changes
+
+    def _complete(self, row: _Row) -> int:
+        return min(row.wanted, len(self.workers))
+
+    def _use(self) -> NDArray[np.float64]:
+        """Planned use by worker index. Rounded, so that the order of its sums does not tell."""
+        size = len(self.workers) + len(self._free_workers) + 1
+        use = np.bincount(self._first, self._share, size)
+        for model in self._several:
+            row = self.rows[model]
+            for worker in row.hosts[1:]:
+                use[worker.index] += self._share[row.index]
+        use[0] = 0.0  # of those without a host
+        return np.round(use, 9)
+
+    def _assign(self, row: _Row, hosts: list[_Worker]) -> None:
+        for worker in row.hosts:
+            worker.models.discard(row.model)
+            self._count(worker)
+        for worker in hosts:
+            worker.models.add(row.model)
+            self._count(worker)
+        row.hosts = hosts
+        self._hosted(row)
+
+    def _hosted(self, row: _Row) -> None:
+        self._first[row.index] = row.hosts[0].index if row.hosts else 0
+        if len(row.hosts) > 1:
+            self._several.add(row.model)
+        else:
+            self._several.discard(row.model)
+
+    def _count(self, worker: _Worker) -> None:
+        if len(worker.models) > worker.slots:
+            self._overfull.add(worker.name)
+        else:
+            self._overfull.discard(worker.name)
+
+    def _add(self, row: _Row, worker: _Worker) -> None:
+        row.hosts.append(worker)
+        worker.models.add(row.model)
+        self._count(worker)
+        self._hosted(row)
+        self._used(worker, float(self._share[row.index]))
+
+    def _drop(self, row: _Row, worker: _Worker) -> None:
+        row.hosts.remove(worker)
+        worker.models.discard(row.model)
+        self._count(worker)
+        self._hosted(row)
+        self._used(worker, -float(self._share[row.index]))
+
+    def _used(self, worker: _Worker, more: float) -> None:
+        worker.use = round(worker.use + more, 9)
+        if self._order is not None:
+            self._order.moved(worker)
+
+    def _keep(self, row: _Row) -> None:
+        """A model keeps its live hosts, but for those that refused it while another worker did not."""
+        live = [self.workers[name] for name in row.before if name in self.workers]
+        refused = self._refused.get(row.model, set())
+        able = [worker for worker in live if worker.name not in refused]
+        if len(able) < len(live) and len(refused) < len(self.workers):
+            live = able
+        row.leaving = ""
+        if len(live) > row.wanted:
+            first, *others = live
+            if row.model in first.holdings.loaded and not all(row.model in each.holdings.loaded for each in others[: row.wanted]):
+                row.leaving = first.name
+            live = others
+        self._assign(row, live[: row.wanted])
+
+    def _adopt(self, row: _Row) -> None:
+        """A model without a host takes the workers that have it."""
+        having = [self.workers[name] for name in self.having.get(row.model, ())]
+        having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
+        for worker in having[: row.wanted]:
+            self._add(row, worker)
+
+    def _best(self, row: _Row, *, only_free: bool) -> _Worker | None:
+        """The next host: one that did not refuse the model, has room for it, little to do, has it, has few others; then by hash."""
+        if self._order is None:
+            self._order = _Order(self.workers.values())
+        having, refused = self.having.get(row.model, set()), self._refused.get(row.model, set())
+        taken = {worker.name for worker in row.hosts} | {row.leaving}
+        lot = _lot(row.model)
+        found = self._order.first(lot, taken | having | refused, only_free=only_free)
+        resident = [worker for worker in map(self.workers.__getitem__, having - taken - refused) if worker.free > 0 or not only_free]
+        if resident:
+            best = min(resident, key=lambda worker: (worker.key[1], worker.key[2], _pair(lot, worker.lot), worker.name))
+            if found is None or (False, best.key[1]) <= found[0][:2]:
+                return best
+        if found is not None:
+            return self.workers[found[1]]
+        left = [] if only_free else [self.workers[name] for name in refused - taken]
+        return min(left, key=lambda worker: (worker.key, _pair(lot, worker.lot), worker.name), default=None)
+
+    def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
+        """Move what is not loaded, the least wanted first, from workers with more models than slots to those with room."""
+        if not self._overfull:
+            return
+        room = sum(max(0, worker.free) for worker in self.workers.values())
+        full = {model for name in self._overfull for model in self.workers[name].models} if room else set()
+        for row in sorted(map(self.rows.__getitem__, full), key=lambda row: (demand[row.index], _reversed(row.model))):
+            for worker in list(row.hosts):
+                if room <= 0:
+                    return
+                if worker.free >= 0 or worker.holdings.has(row.model):
+                    continue
+                other = self._best(row, only_free=True)
+                if other is not None:
+                    self._drop(row, worker)
+                    self._add(row, other)
+                    touched.add(row.model)
+                    room -= 1
+
+    def _relieve_hot(self, touched: set[str]) -> None:
+        """Move one model off the worker with the most to do, if that helps."""
+        hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
+        if hot.use <= HOT or any(self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows):
+            return
+        spare = [worker for worker in self.workers.values() if worker.free > 0 and not worker.holdings.loading]
+        spare.sort(key=lambda worker: worker.name)
+        best: tuple[float, str, str] | None = None
+        for model in hot.models:
+            row, part = self.rows[model], float(self._share[self.rows[model].index])
+            if row.leaving or part < MOVE_GAIN:
+                continue
+            having, refused = self.having.get(model, set()), self._refused.get(model, set())
+            able = [self.workers[name] for name in having]
+            able += [worker for worker in spare if worker.name not in refused and worker.name not in having]
+            for other in able:
+                fuller = max(hot.use - part, other.use + part)
+                found = (fuller, model, other.name)
+                if fuller <= hot.use - MOVE_GAIN and (best is None or found < best) and row.takes(other.name):
+                    best = found
+        if best is not None:
+            self._move(self.rows[best[1]], hot, self.workers[best[2]])
+            touched.add(best[1])
+
+    def _move(self, row: _Row, worker: _Worker, other: _Worker) -> None:
+        self._drop(row, worker)
+        self._add(row, other)
+        if row.model in worker.holdings.loaded and row.model not in other.holdings.loaded:
+            row.leaving = worker.name
+
+
+def place(
+    prev: Mapping[str, tuple[str, ...]], wanted: Mapping[str, int], workers: Mapping[str, Holdings], demand: Mapping[str, float],
+    slots: Mapping[str, int],
+) -> Table:  # fmt: skip
+    """The hosts of each model of `wanted`: as many live workers as it asks for, or all of them. It is what `Layout` comes to.
+
+    `prev`: the table before. `wanted`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model, in workers' worth of
+    time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at once; 0 or missing is no bound.
+
+    A model keeps its live hosts. By falling demand, those without one take workers that have the model. The rest is filled by (room,
+    planned use, residency, number of models, consistent hash). A model that is not loaded leaves a worker with more models than slots where
+    another one has room. At most one model moves off a hot worker per call; the host that it leaves stays in the table, before the `wanted`
+    others, until all of these have it loaded. Hosts that have the model come first. So a lost worker moves no model but its own, and equal
+    inputs move nothing once no worker is hot. A table that asks for fewer hosts than it had is to be cut by the caller, who knows it.
+    """
+    layout = Layout()
+    for name, holdings in workers.items():
+        layout.set_worker(name, holdings, slots.get(name, 0))
+    for model, count in wanted.items():
+        layout.set_model(model, count)
+        layout.set_before(model, prev.get(model, ()))
+    demands = np.zeros(layout.size)
+    for model, each in demand.items():
+        if model in layout.indices:
+            demands[layout.indices[model]] = each
+    layout.settle(demands)
+    return {model: layout.rows[model].before for model in sorted(layout.rows)} if workers else {}
+
+
+def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> None:
+    if is_in:
+        index.setdefault(model, set()).add(name)
+    elif model in index:
+        index[model].discard(name)
+        if not index[model]:
+            del index[model]
+
+
+def _reversed(name: str) -> tuple[int, ...]:
+    """Sorts names from the last to the first."""
+    return (*(-ord(char) for char in name), 1)
+
+
+def _pair(lot: int, other: int) -> int:
+    """A hash of two hashes (Fibonacci hashing)."""
+    return (lot ^ other) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+
+
+def _lot(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,215 @@
+"""A placement table of any size fits the broker's messages, and readers of every version find their rows in it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inprocess import until
+from nats_server import NatsServer
+
+from sie_contracts import messages, topology
+from sie_contracts.broker import Broker, Entry, PayloadTooBig
+from sie_contracts.broker.memory import MemoryServer
+from sie_contracts.broker.nats import connect
+from sie_contracts.messages import Heartbeat, Placement
+from sie_contracts.settings import load
+from sie_contracts.tables import PART_BYTES, WHOLE_BYTES, StoredTable
+from sie_contracts.topology import Lane
+from sie_gateway.fleet import Fleet
+from sie_gateway.placement import Placer
+from sie_gateway.planner import Waiting
+from sie_sidecar.assignment import Assignment
+
+LANE = Lane("_default", "l4", "default")
+KEY = topology.lane_key(LANE)
+LIMIT = 1 << 20
+MODELS = 9_999  # with another one as many as a gateway remembers
+
+
+class OlderPlacement(msgspec.Struct, tag="placement/1"):
+    """As a version without parts reads it."""
+
+    at_s: float
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+
+
+def table_of(count: int, at_s: float = 1.0) -> Placement:
+    hosts = {f"organisation/model-{number:05}": (f"sie-worker-default-l4-{number % 1000:04}",) for number in range(count)}
+    return Placement(at_s, hosts, dict.fromkeys(list(hosts)[:5], at_s))
+
+
+class Bucket:
+    """Entries in the order in which they were written, and a reader that sees each."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.entries: dict[str, Entry] = {}
+        self.writer, self.reader = StoredTable(KEY), StoredTable(KEY)
+
+    def write(self, table: Placement, older: set[str] | None = None, limit: int = LIMIT) -> list[Entry]:
+        change = self.writer.change(table, older or set(), limit)
+        assert all(len(write.value or b"") <= limit for write in change.writes)
+        assert [write.expected for write in change.writes] == [None] * (len(change.writes) - 1) + [self.writer.revision]
+        entries = []
+        for write in change.writes:
+            self.revision += 1
+            entries.append(Entry(write.key, write.value, self.revision))
+        self.entries |= {entry.key: entry for entry in entries}
+        self.writer.written(change, self.revision)
+        return entries
+
+    def shown(self, entries: list[Entry]) -> Placement | None:
+        for entry in entries:
+            self.reader.take(entry)
+        return self.reader.table
+
+
+def test_a_small_table_is_the_message_that_every_version_reads() -> None:
+    bucket, table = Bucket(), table_of(500)
+    (entry,) = bucket.write(table)
+    assert entry.value == messages.encode(table)
+    assert len(entry.value) <= WHOLE_BYTES
+    assert bucket.shown([entry]) == table
+
+
+def test_ten_thousand_models_are_parts_and_a_change_is_the_part_that_has_it() -> None:
+    bucket, table = Bucket(), table_of(10_000)
+    entries = bucket.write(table)
+    assert max(len(entry.value or b"") for entry in entries) <= PART_BYTES
+    assert bucket.shown(entries) == table
+    model = "organisation/model-04711"
+    moved = Placement(2.0, {**table.hosts, model: ("elsewhere",)}, table.raised_s)
+    entries = bucket.write(moved)
+    assert len(entries) == 2
+    assert bucket.shown(entries) == moved
+    entries = bucket.write(Placement(3.0, moved.hosts, moved.raised_s))  # the same, but for its time
+    assert [(entry.key, len(entry.value or b"") < 1024) for entry in entries] == [(KEY, True)]
+    assert bucket.shown(entries) == Placement(3.0, moved.hosts, moved.raised_s)
+    small = table_of(100, 4.0)
+    assert bucket.shown(bucket.write(small)) == small
+    assert bucket.shown(bucket.write(small)) == small
+    live = {key for key, entry in bucket.entries.items() if entry.value is not None}
+    assert live == {KEY}, "parts that nobody needs are removed"
+
+
+@given(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 3)), min_size=1, max_size=6), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_a_reader_shows_a_table_that_was_written_or_the_one_before(sizes: list[tuple[int, int]], random) -> None:  # type: ignore[no-untyped-def]
+    """Also where a bucket brings only the last write of each key, and a reader begins in between."""
+    bucket, written = Bucket(), []
+    for number, (count, more) in enumerate(sizes):
+        table = table_of(count, float(number))
+        hosts = dict(table.hosts)
+        for model in random.sample(sorted(hosts), min(more, len(hosts))):
+            hosts[model] = ("elsewhere",)
+        table = Placement(table.at_s, hosts, {model: at_s for model, at_s in table.raised_s.items() if model in hosts})
+        written.append(table)
+        for entry in bucket.write(table, limit=1 << 16):
+            bucket.reader.take(entry)
+            assert bucket.reader.table is None or bucket.reader.table in written
+        assert bucket.reader.table == table
+        late = StoredTable(KEY)
+        for entry in sorted(bucket.entries.values(), key=lambda entry: entry.revision):
+            late.take(entry)
+        assert late.table == table
+
+
+def test_workers_of_a_version_without_parts_find_their_rows_in_the_message_that_they_read() -> None:
+    bucket, table = Bucket(), table_of(10_000)
+    older = {"sie-worker-default-l4-0007", "sie-worker-default-l4-0123"}
+    entries = bucket.write(table, older)
+    seen = msgspec.msgpack.decode(bucket.entries[KEY].value or b"", type=OlderPlacement)
+    assert seen.hosts == {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)}
+    assert bucket.shown(entries) == table
+    assert bucket.reader.older() == older
+
+
+def test_a_gateway_of_a_version_without_parts_may_write_over_them_and_is_read() -> None:
+    bucket, table = Bucket(), table_of(10_000)
+    bucket.shown(bucket.write(table))
+    older = table_of(9_000, 2.0)
+    bucket.revision += 1
+    entry = Entry(KEY, messages.encode(older), bucket.revision)
+    bucket.writer.take(entry)
+    assert bucket.shown([entry]) == older == bucket.writer.table
+    again = table_of(9_500, 3.0)
+    assert bucket.shown(bucket.write(again)) == again
+
+
+def test_a_row_that_no_message_holds_is_refused_with_the_limit() -> None:
+    table = Placement(1.0, {"m": tuple(f"worker-{number:06}" for number in range(10_000))})
+    assert StoredTable(KEY).change(table, (), LIMIT).writes
+    with pytest.raises(PayloadTooBig, match=rf"{KEY}.*max_payload is 65536"):
+        StoredTable(KEY).change(table, (), 1 << 16)
+
+
+# two gateways and two workers of a lane with 10,000 models, over the smallest messages that are allowed
+
+
+async def _exercise(brokers: list[Broker]) -> None:
+    now_s = 100.0
+
+    def clock() -> float:
+        return now_s
+
+    async def waiting(lane: Lane, models: object) -> dict[str, Waiting]:
+        return {}
+
+    placers = []
+    for broker in brokers[:2]:
+        fleet = Fleet(broker, load(environ={}).settings, clock)
+        for number in range(200):
+            fleet.note(Heartbeat(f"w{number:03}", LANE.pool, LANE.machine_profile, LANE.bundle, True, "", reads_parts=number > 0))
+        placer = Placer(broker, 2.0, fleet, waiting, clock)
+        await placer.start(storage="memory", replicas=1)
+        placers.append(placer)
+    item = messages.decode_work(Path(__file__).parents[1].joinpath("contract/fixtures/work-1.msgpack").read_bytes())
+    for number in range(MODELS):
+        placers[0].note(LANE, [msgspec.structs.replace(item, model=f"organisation/model-{number:05}")])
+    early = Assignment(brokers[2], LANE, "w001", clock, lambda model: False, lambda model: False, lambda: None)
+    await early.start()
+    await placers[0].step()
+    late = Assignment(brokers[2], LANE, "w002", clock, lambda model: False, lambda model: False, lambda: None)
+    await late.start()
+    table = placers[0].table(LANE)
+    assert table is not None
+    assert len(table.hosts) == MODELS
+    await until(lambda: None not in (early.models(), late.models(), placers[1].table(LANE)), "the table everywhere")
+    assert placers[1].table(LANE) == table
+    for assignment, name in ((early, "w001"), (late, "w002")):
+        assert assignment.models() == {model for model, hosts in table.hosts.items() if name in hosts}
+    bucket = await brokers[2].key_value(topology.PLACEMENT_BUCKET)
+    entry = await bucket.get(KEY)
+    assert entry is not None
+    assert entry.value is not None
+    rows = msgspec.msgpack.decode(entry.value, type=OlderPlacement).hosts
+    assert rows == {model: hosts for model, hosts in table.hosts.items() if "w000" in hosts}
+    # the second goes on from there, the first sees it
+    placers[1].note(LANE, [msgspec.structs.replace(item, model="new")])
+    await placers[1].step()
+    second = placers[1].table(LANE)
+    assert second is not None
+    assert second.hosts == {**table.hosts, "new": second.hosts["new"]}
+    await until(lambda: placers[0].table(LANE) == second, "the second's table at the first")
+    await asyncio.gather(early.stop(), late.stop())
+
+
+async def test_gateways_and_workers_share_a_table_of_ten_thousand_models() -> None:
+    server = MemoryServer(max_payload=1 << 16)
+    await _exercise([server.connect(f"b{number}") for number in range(3)])
+
+
+async def test_gateways_and_workers_share_a_table_of_ten_thousand_models_over_nats(tmp_path: Path) -> None:
+    with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
+        brokers: list[Broker] = [await connect(server.url, name=f"b{number}") for number in range(3)]
+        try:
+            await _exercise(brokers)
+        finally:
+            for broker in brokers:
+                await broker.close()
