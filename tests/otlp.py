@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
@@ -99,3 +100,35 @@ def _seen(request: Any) -> list[Seen]:
 
 def _values(attributes: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+
+
+class HttpCollector:
+    """A collector over HTTP. `seen`: path, headers by lower-case names, and names of the spans of each export."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, str], list[str]]] = []
+        seen = self.seen
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                sent = self.rfile.read(int(self.headers["content-length"]))
+                request = trace_service_pb2.ExportTraceServiceRequest.FromString(sent)
+                names = [span.name for group in request.resource_spans for scope in group.scope_spans for span in scope.spans]
+                seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}, names))
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Nothing on standard error."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> HttpCollector:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()

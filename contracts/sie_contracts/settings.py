@@ -78,6 +78,12 @@ class Row:
     waits_for: str = ""
 
     @property
+    def is_standard(self) -> bool:
+        """Whether OpenTelemetry defines the variable: a value of it that means nothing here is ignored with a warning, as its
+        specification says, since what sets it for many programs does not know this one."""
+        return self.name.startswith("OTEL_")
+
+    @property
     def flag(self) -> str:
         return "--" + self.name.removeprefix("SIE_").lower().replace("_", "-")
 
@@ -145,6 +151,16 @@ def _choice(*values: str) -> tuple[str, Parse]:
         return text.lower()
 
     return "one of " + ", ".join(values), parse
+
+
+def _choices(*values: str) -> tuple[str, Parse]:
+    def parse(text: str) -> tuple[str, ...]:
+        found = _list_of(text.lower())
+        if not set(found) <= set(values):
+            raise ValueError
+        return found
+
+    return "a comma-separated list of " + ", ".join(values), parse
 
 
 def _pattern(expected: str, pattern: str, *, lower: bool = False) -> tuple[str, Parse]:
@@ -258,6 +274,10 @@ def _text(text: str) -> str:
     return text
 
 
+def _collector(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9._-]+:\d{1,5}", text) else str(HTTP[1](text))
+
+
 BOOL = ("true or false", _boolean)
 TEXT = ("some text", _text)
 LIST = ("a comma-separated list", _list_of)
@@ -267,6 +287,8 @@ PASSWORD = ("a password", _password)
 PATH = ("a path", _text)
 PORT = _whole(0, 65535)
 HTTP = _url("http", "https")
+COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collector
+PROTOCOL = _choice("grpc", "http/protobuf")
 LABEL = _pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
 DEVICE = _pattern("auto, cuda, cuda:N, mps or cpu", r"auto|cpu|mps|cuda(:\d+)?", lower=True)
 STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)
@@ -280,14 +302,17 @@ def _pool(text: str) -> str:
 
 @dataclass(frozen=True)
 class Tracing:
-    """What spans are made from, and where they go. `rate` is that of the sampler traceidratio."""
+    """What spans are made from, and where they go. `exporters` of otlp and console; `protocol` and `endpoint` are those of otlp; `rate` is
+    that of the sampler traceidratio; `propagates`: whether a client's trace context is taken up."""
 
     enabled: bool
     service_name: str
-    exporter: str
+    exporters: tuple[str, ...]
+    protocol: str
     endpoint: str
     sampler: str
     rate: float
+    propagates: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -381,11 +406,16 @@ class Settings:
     # logs and traces
     log_json: bool = _row(False, "SIE_LOG_JSON", "all", BOOL, "One JSON object per log line.")
     tracing_enabled: bool = _row(False, "SIE_TRACING_ENABLED", "all", BOOL, "OpenTelemetry tracing of requests, from HTTP to the forward pass.")
-    otel_service_name: str = _row("sie-server", "OTEL_SERVICE_NAME", "all", TEXT, "Service name in traces.")
-    otel_traces_exporter: str = _row("otlp", "OTEL_TRACES_EXPORTER", "all", _choice("otlp", "console", "none"), "Span exporter.")
-    otel_exporter_otlp_endpoint: str = _row("http://localhost:4317", "OTEL_EXPORTER_OTLP_ENDPOINT", "all", HTTP, "Collector address, gRPC.")
+    otel_sdk_disabled: bool = _row(False, "OTEL_SDK_DISABLED", "all", BOOL, "Whether tracing is off, whatever SIE_TRACING_ENABLED says.")
+    otel_service_name: str = _row("sie-server", "OTEL_SERVICE_NAME", "all", TEXT, "Service name in traces; unset, a service.name in OTEL_RESOURCE_ATTRIBUTES comes before the default.")
+    otel_traces_exporter: tuple[str, ...] = _row(("otlp",), "OTEL_TRACES_EXPORTER", "all", _choices("otlp", "console", "none"), "Span exporters.")
+    otel_exporter_otlp_endpoint: str = _row("http://localhost:4317", "OTEL_EXPORTER_OTLP_ENDPOINT", "all", COLLECTOR, "Collector address; unset, http/protobuf takes port 4318. /v1/traces is put behind it for http/protobuf.")
+    otel_exporter_otlp_traces_endpoint: str | None = _row(None, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "all", COLLECTOR, "Collector address of traces, used as it is. Default: OTEL_EXPORTER_OTLP_ENDPOINT.")
+    otel_exporter_otlp_protocol: str = _row("grpc", "OTEL_EXPORTER_OTLP_PROTOCOL", "all", PROTOCOL, "Protocol to the collector.")
+    otel_exporter_otlp_traces_protocol: str | None = _row(None, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "all", PROTOCOL, "Protocol of traces. Default: OTEL_EXPORTER_OTLP_PROTOCOL.")
     otel_traces_sampler: str = _row("always_on", "OTEL_TRACES_SAMPLER", "all", _choice("always_on", "always_off", "traceidratio", "parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio"), "Sampling strategy.")
     otel_traces_sampler_arg: float = _row(1.0, "OTEL_TRACES_SAMPLER_ARG", "all", _number(0, 1), "Sampling rate of traceidratio.")
+    otel_propagators: tuple[str, ...] = _row(("tracecontext", "baggage"), "OTEL_PROPAGATORS", "all", _choices("tracecontext", "baggage", "none"), "Whether the W3C trace context of clients is taken up: tracecontext is in it. Baggage is not read.")
     # engine
     preprocessor_workers: int = _row(4, "SIE_PREPROCESSOR_WORKERS", "sidecar", _whole(1), "Threads that tokenise, shared by all models.")
     image_workers: int = _row(4, "SIE_IMAGE_WORKERS", "adapter", _whole(1), "Threads that prepare images.", waits_for="image models")
@@ -411,9 +441,16 @@ class Settings:
     @property
     def tracing(self) -> Tracing:
         """All that tracing reads."""
+        protocol = self.otel_exporter_otlp_traces_protocol or self.otel_exporter_otlp_protocol
+        endpoint = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_endpoint
+        if protocol == "http/protobuf":
+            endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+            if not self.otel_exporter_otlp_traces_endpoint:
+                endpoint = endpoint.rstrip("/") + "/v1/traces"
         return Tracing(
-            self.tracing_enabled, self.otel_service_name, self.otel_traces_exporter, self.otel_exporter_otlp_endpoint,
-            self.otel_traces_sampler, self.otel_traces_sampler_arg,
+            self.tracing_enabled and not self.otel_sdk_disabled, self.otel_service_name,
+            tuple(name for name in dict.fromkeys(self.otel_traces_exporter) if name != "none"), protocol, endpoint,
+            self.otel_traces_sampler, self.otel_traces_sampler_arg, "tracecontext" in self.otel_propagators,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -448,21 +485,39 @@ def load(*, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] |
     flags = flags or {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    ignored: list[str] = []
     for row in ROWS:
+        values[row.field], sources[row.name] = row.default, "default"
         if row.name in flags:
             values[row.field], sources[row.name] = row.read(flags[row.name]), "flag"
-        elif row.name in environ:
-            value = row.read(environ[row.name])
+        elif row.name in environ and not (row.is_standard and not environ[row.name].strip()):
+            try:
+                value = row.read(environ[row.name])
+            except SettingError as error:
+                if not row.is_standard:
+                    raise
+                ignored.append(f"{error}; it is ignored, {shown(row, row.default)} holds")
+                continue
             values[row.field], sources[row.name] = value, "default" if value is None else "environment"
-        else:
-            values[row.field], sources[row.name] = row.default, "default"
+    _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"
     settings = Settings(**values)
     _cross_check(settings)
-    return Loaded(settings, sources, tuple(_warnings(sources, environ, mode)))
+    return Loaded(settings, sources, (*_warnings(sources, environ, mode), *(ignored if settings.tracing.enabled else ())))
+
+
+def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:
+    """What OpenTelemetry's variables say of each other where one is not set."""
+    if sources["OTEL_SERVICE_NAME"] == "default":
+        attributes = dict(part.strip().partition("=")[::2] for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
+        if name := unquote(attributes.get("service.name", "")).strip():
+            values["otel_service_name"], sources["OTEL_SERVICE_NAME"] = name, "environment"
+    protocol = values["otel_exporter_otlp_traces_protocol"] or values["otel_exporter_otlp_protocol"]
+    if sources["OTEL_EXPORTER_OTLP_ENDPOINT"] == "default" and protocol == "http/protobuf":
+        values["otel_exporter_otlp_endpoint"] = "http://localhost:4318"
 
 
 def _cross_check(settings: Settings) -> None:

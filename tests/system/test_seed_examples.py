@@ -8,57 +8,20 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import local_models
 import pytest
 from cluster import SIE, running
+from documented_examples import DEVELOPMENT, PRODUCTION, exported
 from object_stores import BUCKET, Place, s3_server
 from otlp import Collector
 
 pytestmark = pytest.mark.long
 
-PRODUCTION = """
-# High-throughput production setup
-export SIE_DEVICE=cuda
-export SIE_MODELS_DIR=s3://my-bucket/models/
-export SIE_CLUSTER_CACHE=s3://my-bucket/weights/
-export SIE_LOCAL_CACHE=/mnt/nvme/cache
-# Batching optimized for A100-80GB
-export SIE_MAX_BATCH_REQUESTS=128
-export SIE_MAX_BATCH_WAIT_MS=5
-export SIE_MAX_CONCURRENT_REQUESTS=1024
-# Memory management
-export SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT=90
-# Observability
-export SIE_LOG_JSON=true
-export SIE_TRACING_ENABLED=true
-export OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317
-"""
-DEVELOPMENT = """
-# Local development setup
-export SIE_DEVICE=mps # or cuda, cpu
-export SIE_MODELS_DIR=./models
-# Lower batching for faster iteration
-export SIE_MAX_BATCH_REQUESTS=8
-export SIE_MAX_BATCH_WAIT_MS=1
-# Debug logging
-export SIE_INSTRUMENTATION=true
-"""
 DISK = Path("/mnt/nvme")  # of PRODUCTION
-
-
-def exported(block: str, replaced: Mapping[str, str]) -> dict[str, str]:
-    """What a shell makes of a block, with other words in the place of some."""
-    for word, other in replaced.items():
-        assert word in block
-        block = block.replace(word, other)
-    names = re.findall(r"^export (\w+)=", block, re.MULTILINE)
-    done = subprocess.run(["bash", "-c", f"{block}\nenv -0"], env={}, capture_output=True, text=True, check=True)
-    told = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
-    return {name: told[name] for name in names}
 
 
 def values(url: str, model: str) -> list[float]:

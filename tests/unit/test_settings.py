@@ -127,11 +127,16 @@ DOCUMENTED = {
     "SIE_PRELOAD_MODELS": Documented(UNSET, "a/one,b/two", (",",)),
     "SIE_LOG_JSON": Documented("false", "true", ("json", "")),
     "SIE_TRACING_ENABLED": Documented("false", "true", ("otlp", "")),
-    "OTEL_SERVICE_NAME": Documented("sie-server", "gateway", ("",)),
-    "OTEL_TRACES_EXPORTER": Documented("otlp", "console", ("zipkin", "")),
-    "OTEL_EXPORTER_OTLP_ENDPOINT": Documented("http://localhost:4317", "http://collector:4317", ("collector:4317", "")),
-    "OTEL_TRACES_SAMPLER": Documented("always_on", "parentbased_traceidratio", ("sometimes", "")),
-    "OTEL_TRACES_SAMPLER_ARG": Documented("1", "0.1", ("-0.1", "1.1", "x", "")),
+    "OTEL_SDK_DISABLED": Documented("false", "true", ("perhaps",)),
+    "OTEL_SERVICE_NAME": Documented("sie-server", "gateway"),
+    "OTEL_TRACES_EXPORTER": Documented("otlp", "console", ("zipkin", "otlp,jaeger")),
+    "OTEL_EXPORTER_OTLP_ENDPOINT": Documented("http://localhost:4317", "http://collector:4317", ("ftp://collector", "collector")),
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": Documented(UNSET, "collector:4317", ("ftp://collector", "collector")),
+    "OTEL_EXPORTER_OTLP_PROTOCOL": Documented("grpc", "http/protobuf", ("http/json",)),
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": Documented(UNSET, "grpc", ("http/json",)),
+    "OTEL_TRACES_SAMPLER": Documented("always_on", "parentbased_traceidratio", ("sometimes", "xray", "jaeger_remote")),
+    "OTEL_TRACES_SAMPLER_ARG": Documented("1", "0.1", ("-0.1", "1.1", "x", "endpoint=http://localhost:14250")),
+    "OTEL_PROPAGATORS": Documented("tracecontext,baggage", "none", ("b3", "tracecontext,b3multi", "jaeger")),
     "SIE_PREPROCESSOR_WORKERS": Documented("4", "1", ("0", "x", "")),
     "SIE_IMAGE_WORKERS": Documented("4", "1", ("0", "x", "")),
     "SIE_ATTENTION_BACKEND": Documented("auto", "eager", ("flash", "")),
@@ -172,9 +177,9 @@ def test_a_setting_has_its_documented_default(row: Row) -> None:
 
 @each_row
 def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variable(row: Row) -> None:
-    """C10."""
+    """C10; those of OpenTelemetry are below."""
     for raw in DOCUMENTED[row.name].bad:
-        for source in ({"environ": {row.name: raw}}, {"environ": {}, "flags": {row.name: raw}}):
+        for source in ({"environ": {row.name: raw}}, {"environ": {}, "flags": {row.name: raw}})[row.is_standard :]:
             with pytest.raises(SettingError) as caught:
                 load(**source)
             assert caught.value.name == row.name
@@ -184,12 +189,25 @@ def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variabl
             assert row.secret or repr(raw.strip()[:100]) in message
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.is_standard], ids=lambda row: row.name)
+def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(row: Row) -> None:
+    """What sets OpenTelemetry's variables for all programs of a cluster does not know this one. Where nothing traces nothing is said."""
+    assert {row.name for row in ROWS if row.is_standard} == {name for name in BY_NAME if name.startswith("OTEL_")}
+    for raw in DOCUMENTED[row.name].bad:
+        found = load(environ={"SIE_TRACING_ENABLED": "true", row.name: raw})
+        assert (getattr(found.settings, row.field), found.sources[row.name]) == (row.default, "default")
+        (warning,) = found.warnings
+        assert warning.startswith(f"{row.name}: got '{raw}', expected {row.expected}")
+        assert warning.endswith(f"it is ignored, {shown(row, row.default)} holds")
+        assert load(environ={row.name: raw}).warnings == ()
+
+
 @each_row
 def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: Row) -> None:
-    """C10."""
-    if row.default is None:
+    """C10; of OpenTelemetry an empty variable is always unset."""
+    if row.default is None or row.is_standard:
         found = load(environ={row.name: "  "})
-        assert getattr(found.settings, row.field) is None
+        assert getattr(found.settings, row.field) == row.default
         assert found.sources[row.name] == "default"
     else:
         with pytest.raises(SettingError, match=f"^{row.name}: "):

@@ -16,7 +16,7 @@ from typing import cast
 
 import pytest
 from inprocess import GatewayProcess, InProcess
-from otlp import Collector, Seen
+from otlp import Collector, HttpCollector, Seen
 
 from sie_cli.embedded import free_port
 from sie_contracts.runtime import tracing
@@ -172,8 +172,77 @@ def test_the_rate_is_the_share_of_traces_that_are_sampled(rate: str, least: int,
     assert all(below.begin("b", span.context).is_recording == span.is_recording for span in spans)
 
 
+def test_a_disabled_sdk_traces_nothing() -> None:
+    """OTEL_SDK_DISABLED: whatever SIE_TRACING_ENABLED says."""
+    on = {"SIE_TRACING_ENABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
+    assert tracing.start(settings_of(**on), "gateway") is not None
+    assert tracing.start(settings_of(**on, OTEL_SDK_DISABLED="TRUE"), "gateway") is None
+
+
+def test_spans_go_to_the_collector_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_EXPORTER_OTLP_PROTOCOL: with the SDK's own headers, and beside another exporter."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=search,authorization=Bearer%20abc")
+    with HttpCollector() as collector:
+        own = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", **own), "gateway")
+        assert tracer is not None
+        tracer.begin("over http").end()
+        tracer.close()
+    ((path, headers, names),) = collector.seen
+    assert (path, names) == ("/v1/traces", ["over http"])
+    assert (headers["x-team"], headers["authorization"]) == ("search", "Bearer abc")
+    assert settings_of(OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf").endpoint == "http://localhost:4318/v1/traces"
+
+
+def test_what_is_said_of_traces_comes_before_what_is_said_of_all_signals(collector: Collector) -> None:
+    """OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_PROTOCOL."""
+    own = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    own |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
+    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", **own), "gateway")
+    assert tracer is not None
+    tracer.begin("by its own address").end()
+    collector.until(lambda spans: [span for span in spans if span.name == "by its own address"], "the span")
+    tracer.close()
+
+
+def test_without_the_propagator_a_client_s_context_is_left_alone() -> None:
+    """OTEL_PROPAGATORS."""
+    own = {"SIE_TRACING_ENABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
+    for propagators, is_taken_up in (("tracecontext,baggage", True), ("baggage", False), ("none", False)):
+        tracer = tracing.start(settings_of(**own, OTEL_PROPAGATORS=propagators), "gateway")
+        context, span = tracing.begin_request(tracer, {"traceparent": CLIENT}, "GET", "r", 0.0)
+        assert span is not None
+        assert (tracing.trace_id_of(context.traceparent) == TRACE) == is_taken_up
+
+
+def test_the_service_name_is_also_taken_from_the_resource_attributes() -> None:
+    """OTEL_SERVICE_NAME, which comes first."""
+    attributes = {"OTEL_RESOURCE_ATTRIBUTES": "team=a, service.name=my%20search,x"}
+    assert settings_of(**attributes).service_name == "my search"
+    assert settings_of(**attributes, OTEL_SERVICE_NAME="sie-server").service_name == "sie-server"
+
+
+@pytest.mark.parametrize("variable", [
+    "OTEL_EXPORTER_OTLP_COMPRESSION=brotli", "OTEL_EXPORTER_OTLP_TIMEOUT=10s", "OTEL_BSP_SCHEDULE_DELAY=-5",
+    "OTEL_ATTRIBUTE_COUNT_LIMIT=x", "OTEL_EXPORTER_OTLP_HEADERS=nonsense", "OTEL_RESOURCE_ATTRIBUTES=nonsense",
+    "OTEL_EXPORTER_OTLP_CERTIFICATE=/nowhere.pem", "OTEL_PROPAGATORS=nonsense",
+])  # fmt: skip
+def test_no_variable_of_the_sdk_ends_a_process(variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It works without the variable, or tracing stays off with a warning that says why."""
+    monkeypatch.setenv(*variable.split("=", 1))
+    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_ENDPOINT="https://127.0.0.1:9"), "gateway")
+    told = [record.message for record in caplog.records if record.name == "sie.tracing"]
+    assert (tracer is None) == any(line.startswith("tracing stays off: OpenTelemetry refuses one of its variables") for line in told)
+    if tracer is not None:
+        tracer.begin("x").end()
+        tracer.close()
+
+
 def test_defaults_are_those_of_the_document() -> None:
-    assert settings_of() == tracing.Tracing(False, "sie-server", "otlp", "http://localhost:4317", "always_on", 1.0)
+    assert settings_of() == tracing.Tracing(
+        False, "sie-server", ("otlp",), "grpc", "http://localhost:4317", "always_on", 1.0, propagates=True
+    )
 
 
 def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

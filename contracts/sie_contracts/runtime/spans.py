@@ -2,8 +2,8 @@
 
     Span.end ──► queue of 2,048, the oldest go first ──► a thread of its own ──► collector, console or nowhere
 
-Nothing here waits for a collector but `Tracer.close`, and that for FLUSH_S. The SDK's own variables act beside ours: OTEL_BSP_*,
-OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES.
+Nothing here waits for a collector but `Tracer.close`, and that for FLUSH_S. The SDK reads further variables by itself: OTEL_BSP_*,
+OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of spans.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from opentelemetry import context, trace
-from opentelemetry.exporter.otlp.proto.grpc import exporter
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.exporter.otlp.proto.grpc import exporter as grpc_exporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter, SpanExportResult
@@ -110,9 +109,10 @@ class Tracer:
         })  # fmt: skip
         # not ended at the interpreter's exit: that would wait for a dead collector
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
-        self._exporter = _exporter(settings)
-        if self._exporter is not None:
-            self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self.propagates = settings.propagates
+        self._exporters = [_exporter(name, settings) for name in settings.exporters]
+        for exporter in self._exporters:
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(f"sie.{component}", __version__)
 
     def begin(
@@ -129,8 +129,9 @@ class Tracer:
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
-        if flushing.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # ends its wait for the next attempt
+        if flushing.is_alive():
+            for exporter in self._exporters:
+                exporter.shutdown()  # ends its wait for the next attempt
             _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
 
 
@@ -140,12 +141,10 @@ def _sampler(settings: Tracing) -> Sampler:
     return ParentBased(own) if settings.sampler.startswith("parentbased_") else own
 
 
-def _exporter(settings: Tracing) -> SpanExporter | None:
-    if settings.exporter == "otlp":
-        return _Collector(public_url(settings.endpoint))
-    if settings.exporter == "console":
+def _exporter(name: str, settings: Tracing) -> SpanExporter:
+    if name == "console":
         return ConsoleSpanExporter(out=sys.stdout, formatter=lambda span: span.to_json(indent=None) + "\n")
-    return None
+    return _Collector(settings.endpoint, settings.protocol)
 
 
 class _Told(logging.Filter):
@@ -162,12 +161,21 @@ _told = _Told()
 
 
 class _Collector(SpanExporter):
-    """A collector over gRPC, whose absence is told once until it has passed: the SDK tells it at every attempt."""
+    """A collector over gRPC or HTTP, whose absence is told once until it has passed: the SDK tells it at every attempt."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._trouble = Trouble(_logger, f"spans are dropped: the collector at {endpoint} does not take them")
-        logging.getLogger(exporter.__name__).addFilter(_told)
-        self._inner = OTLPSpanExporter(endpoint)
+    def __init__(self, endpoint: str, protocol: str) -> None:
+        self._trouble = Trouble(_logger, f"spans are dropped: the collector at {public_url(endpoint)} does not take them")
+        self._inner: SpanExporter
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+
+            logging.getLogger(grpc_exporter.__name__).addFilter(_told)
+            self._inner = over_grpc.OTLPSpanExporter(endpoint)
+        else:
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+
+            logging.getLogger(over_http.__name__).addFilter(_told)
+            self._inner = over_http.OTLPSpanExporter(endpoint)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._inner.export(spans)

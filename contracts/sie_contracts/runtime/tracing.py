@@ -8,6 +8,7 @@ The context travels as W3C writes it, in `Context`. `current_trace_id` is the on
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -27,25 +28,31 @@ _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
 _VERSION = "00"  # of the specification
+_INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _FAULT = 500  # a server's span failed from this status on
 _SAMPLED = 1  # of the flags of a trace context
+_logger = logging.getLogger("sie.tracing")
 _current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
     """What makes the spans of a component until it is closed; None where tracing is off. To be called after any fork.
 
-    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is not installed.
+    `instance` tells it from others of its kind; by default the host's name. Raises SettingError where OpenTelemetry is not installed. A
+    variable that the SDK refuses leaves tracing off, with a warning.
     """
     if not settings.enabled:
         return None
     try:
         from sie_contracts.runtime import spans
     except ImportError as error:
-        fix = "pip install 'sie-cluster[tracing]', or leave it off"
-        raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {fix}") from error
-    return spans.Tracer(settings, component, instance)
+        raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {_INSTALL}") from error
+    try:
+        return spans.Tracer(settings, component, instance)
+    except Exception as error:  # noqa: BLE001  the SDK's exceptions have no common base, and no variable of it may end a process
+        _logger.warning("tracing stays off: OpenTelemetry refuses one of its variables: %s: %s", type(error).__name__, error)
+        return None
 
 
 def begin_request(
@@ -56,7 +63,7 @@ def begin_request(
     Returns the context for what is done for this request, the client's own without a tracer, and the span, to be ended by `end_request`.
     """
     context, span = NONE, None
-    if "traceparent" in headers:
+    if "traceparent" in headers and (tracer is None or tracer.propagates):
         context = of_headers(headers["traceparent"], headers.get("tracestate", ""))
     if tracer is not None:
         told = method if method in _METHODS else "_OTHER"

@@ -1,0 +1,161 @@
+"""What each process of `sie serve` resolves. The command runs as it is up to the point where it would start them; then each process reads
+its own command line and environment as it would itself.
+
+The two examples that end the documentation of the configuration stand here word by word; tests/system/test_seed_examples.py starts them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner
+from documented_examples import DEVELOPMENT, PRODUCTION, exported
+
+from sie_cli import serve
+from sie_cli.embedded import free_port
+from sie_cli.main import main
+from sie_cli.options import loaded
+from sie_cli.standalone import standalone
+from sie_cli.supervisor import Child
+from sie_contracts.settings import Mode, Settings
+from sie_sidecar.batch import Limits
+from sie_sidecar.process import limits_of
+
+QUEUE = {"config": ("config",), "gateway": ("gateway",), "sidecar": ("sidecar",), "adapter": ("adapter",)}
+STANDALONE = {"standalone": ("gateway", "config", "sidecar"), "adapter": ("adapter",)}
+
+
+@dataclass
+class Served:
+    """The settings of each process by its name, and the lines that the command and its processes wrote before they would begin."""
+
+    settings: dict[str, Settings]
+    warnings: list[str]
+
+
+def served(folder: Path, environ: dict[str, str], *args: str) -> Served:
+    """What `sie serve` with these arguments, in this environment and with a data directory of its own starts."""
+    children: list[Child] = []
+
+    async def noted(run: Any) -> int:
+        run._set_defaults()
+        for group in run._children():
+            children.extend(group)
+        return 0
+
+    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    argv = ["serve", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
+    with mock.patch.dict(os.environ, known | environ, clear=True), mock.patch.object(serve._Serve, "run", noted):
+        done = CliRunner().invoke(main, argv)
+    assert done.exit_code == 0, done.output
+    lines = done.stderr.splitlines()
+    found = {child.name: _read(child, lines) for child in children if child.name != "nats-server"}
+    return Served(found, [line for line in lines if line.startswith("warning: ")])
+
+
+def _read(child: Child, lines: list[str]) -> Settings:
+    """The settings of a process from its command line; what it warns of goes to `lines`."""
+    role = next(index for index, word in enumerate(child.argv) if word in {**QUEUE, **STANDALONE})
+    command = standalone if child.argv[role] == "standalone" else main.commands[child.argv[role]]
+    mode: Mode = "standalone" if child.argv[role] == "standalone" else "queue"
+    runner = CliRunner()
+    with mock.patch.dict(os.environ, child.environ, clear=True), runner.isolation() as (_, stderr, _):
+        values = command.make_context(child.argv[role], list(child.argv[role + 1 :])).params
+        found = loaded(values, mode).settings
+        lines += stderr.getvalue().decode().splitlines()
+    return found
+
+
+def of(found: Served, field: str) -> dict[str, Any]:
+    """The value of a field in each process that reads it."""
+    return {name: getattr(settings, field) for name, settings in found.settings.items()}
+
+
+# the documented examples
+
+
+def test_the_production_example_value_by_value(tmp_path: Path) -> None:
+    """On one machine with a queue: what is for standalone alone is told once, and the sidecar's own knobs hold."""
+    found = served(tmp_path, exported(PRODUCTION, {}))
+    assert found.settings.keys() == QUEUE.keys()
+    settings = found.settings
+    adapter, gateway = settings["adapter"], settings["gateway"]
+    assert adapter.device == "cuda"
+    assert adapter.models_dir == settings["config"].models_dir == "s3://my-bucket/models/"
+    assert adapter.cluster_cache == "s3://my-bucket/weights/"
+    assert adapter.cache_folder == Path("/mnt/nvme/cache")
+    assert adapter.memory_pressure_threshold_percent == 90
+    assert gateway.max_concurrent_requests == 1024
+    assert set(of(found, "log_json").values()) == {True}
+    for each in settings.values():
+        assert each.tracing.enabled
+        assert (each.tracing.endpoint, each.tracing.protocol) == ("http://collector:4317", "grpc")
+    assert limits_of(settings["sidecar"], "queue") == Limits(16384, 12, 0.005)
+
+
+def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> None:
+    found = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
+    assert found.settings.keys() == STANDALONE.keys()
+    alone, adapter = found.settings["standalone"], found.settings["adapter"]
+    assert limits_of(alone, "standalone") == Limits(16384, 128, 0.005)
+    assert alone.max_concurrent_requests == 1024
+    assert (adapter.device, adapter.models_dir, alone.models_dir) == ("cuda", "s3://my-bucket/models/", "s3://my-bucket/models/")
+    assert (adapter.cluster_cache, adapter.cache_folder) == ("s3://my-bucket/weights/", Path("/mnt/nvme/cache"))
+    assert adapter.memory_pressure_threshold_percent == 90
+    for each in (alone, adapter):
+        assert each.log_json
+        assert (each.tracing.enabled, each.tracing.endpoint) == (True, "http://collector:4317")
+    assert found.warnings == []
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
+def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    environ = exported(DEVELOPMENT, {"=mps": f"={device}"})
+    queued, alone = served(tmp_path, environ), served(tmp_path / "alone", environ, "--standalone")
+    for found, mode in ((queued, "queue"), (alone, "standalone")):
+        adapter = found.settings["adapter"]
+        assert (adapter.device, adapter.models_dir, adapter.instrumentation) == (device, "./models", True)
+        assert found.settings["config" if mode == "queue" else "standalone"].models_dir == "./models"
+        assert not adapter.log_json
+        assert not adapter.tracing.enabled
+        assert adapter.memory_pressure_threshold_percent == 85
+    cost = 4096 if device == "cpu" else 16384  # measured on a CPU
+    assert limits_of(alone.settings["standalone"], "standalone") == Limits(cost, 8, 0.001)
+    expected = Limits(4096, 64, 0.002) if device == "cpu" else Limits(16384, 12, 0.005)
+    assert limits_of(queued.settings["sidecar"], "queue") == expected
+    assert alone.warnings == []
+    assert queued.warnings == [
+        "warning: SIE_MAX_BATCH_REQUESTS is set, but has no effect in queue mode",
+        "warning: SIE_MAX_BATCH_WAIT_MS is set, but has no effect in queue mode",
+    ]
+
+
+# warnings
+
+
+@pytest.mark.parametrize("mode", ["queue", "standalone"])
+def test_each_warning_is_told_once_whatever_the_number_of_processes(tmp_path: Path, mode: str) -> None:
+    """By the command itself; its processes, each of which reads the same environment, say nothing."""
+    environ = {
+        "SIE_TYPO": "1", "SIE_MAX_BATCH_REQUESTS": "9", "SIE_BATCHER_COALESCE_MS": "3", "SIE_TRACING_ENABLED": "true",
+        "OTEL_TRACES_SAMPLER": "xray", "OTEL_TRACES_EXPORTER": "zipkin",
+    }  # fmt: skip
+    found = served(tmp_path, environ, "--workers", "2", *(["--standalone"] if mode == "standalone" else []))
+    assert sorted(warning.split()[1].rstrip(":") for warning in found.warnings) == sorted([
+        "SIE_TYPO", "OTEL_TRACES_SAMPLER", "OTEL_TRACES_EXPORTER",
+        "SIE_MAX_BATCH_REQUESTS" if mode == "queue" else "SIE_BATCHER_COALESCE_MS",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "documented"), [("SIE_BATCHER_COALESCE_MS", 5), ("SIE_MAX_BATCH_COST", 16384)])
+def test_a_variable_that_equals_the_documented_default_wins_over_a_measured_one(tmp_path: Path, name: str, documented: int) -> None:
+    field = name.removeprefix("SIE_").lower()
+    assert of(served(tmp_path / "unset", {"SIE_DEVICE": "cpu"}), field)["sidecar"] != documented
+    assert of(served(tmp_path / "set", {"SIE_DEVICE": "cpu", name: str(documented)}), field)["sidecar"] == documented
