@@ -1,11 +1,15 @@
 """Bodies that nobody should send: valid ones of each route, bent. One seed is one sequence of bodies.
 
     valid body ──► a value somewhere becomes another, or goes, or is doubled ──► JSON or msgpack ──► some bytes flipped, cut, added
+
+`everywhere` is no chance: each value that only msgpack has, each text that is none, in each place and each parameter.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -16,9 +20,32 @@ import msgspec
 import numpy as np
 
 from sie_contracts import arrays
+from sie_contracts.options import FIELDS
 
 MODEL = "toy/one"
 _ARRAY = arrays.pack(np.zeros((2, 8), np.float32))
+
+
+def _ext(array: np.ndarray) -> msgspec.msgpack.Ext:
+    """An array as JavaScript clients send it."""
+    head = f"{array.dtype.str}|{','.join(map(str, array.shape))}|".encode()
+    return msgspec.msgpack.Ext(arrays.NUMPY_EXT, head + array.tobytes())
+
+
+# What only msgpack has: extension types, arrays of no, one and several elements, times, bytes, keys that are no text.
+ONLY_MSGPACK: tuple[Any, ...] = (
+    _ext(np.float32(1.5).reshape(())), _ext(np.zeros(0, np.float32)), _ext(np.ones(1, np.int32)), _ext(np.arange(2, dtype=np.int32)),
+    _ext(np.ones((2, 8), np.float32)), _ext(np.ones((2, 2, 2), np.float32)),
+    arrays.pack(np.ones(2, np.int8)), arrays.pack(np.ones((2, 8), np.float32)), arrays.pack(np.zeros((0, 8), np.float32)),
+    datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), msgspec.msgpack.Ext(5, b"x"), msgspec.msgpack.Ext(-1, b""),
+    msgspec.msgpack.Ext(arrays.NUMPY_EXT, b"<f4|2|abc"), msgspec.msgpack.Ext(arrays.NUMPY_EXT, b""),
+    b"", b"abc", b"\xff\xfe", [b"a", b"b"], {b"text": "a"}, {b"\xff": 1}, {1: 2}, {None: 1}, {True: "a"}, {2.5: {}},
+    [_ext(np.ones(2, np.float32)), _ext(np.ones(2, np.float32))], {"text": _ext(np.ones(2, np.float32))},
+)  # fmt: skip
+_NO_TEXT = "~no text~"  # stands in JSON for bytes that are no UTF-8
+NO_TEXT: tuple[bytes, ...] = (
+    b'"\\ud800"', b'"a\\udc00b"', b'"\xff"', b'"\xed\xa0\x80"', b'"\xc0\xaf"', b'"\xf8\x88\x80\x80\x80"', b"NaN", b"\x00",
+)  # fmt: skip
 VALID: dict[str, Any] = {
     f"/v1/encode/{MODEL}": {
         "items": [{"id": "a", "text": "b", "metadata": {"c": [1, 2.5, None]}}, "plain"],
@@ -45,7 +72,7 @@ _ODD: tuple[Any, ...] = (
     {"nd": True, "type": "|O", "kind": b"O", "shape": [1], "data": b"\x80\x04."},
     {b"nd": True, b"type": "<f4", b"shape": [-1], b"data": b""},
     {"nd": False, "type": "<f8", "data": b"12345678"}, [None] * 70, "x" * 5000, b"\xff\xfe", ["a"] * 40, {"text": 1}, [1, "a", None, {}],
-    "binary", "float16", "START", "http://127.0.0.1:1/", "data:image/png;base64,AAAA",
+    "binary", "float16", "START", "http://127.0.0.1:1/", "data:image/png;base64,AAAA", *ONLY_MSGPACK,
 )  # fmt: skip
 
 
@@ -54,8 +81,9 @@ class Case:
     """One request."""
 
     path: str
-    headers: dict[str, str]
+    headers: dict[str, str | bytes]
     body: bytes
+    method: str = "POST"
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
@@ -69,13 +97,114 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         data = _encoded(body, as_msgpack)
         for _ in range(chance.choice((0, 0, 0, 1, 3))):
             data = _damaged(data, chance)
-        headers = {"content-type": "application/msgpack" if as_msgpack else "application/json"}
+        headers: dict[str, str | bytes] = {"content-type": "application/msgpack" if as_msgpack else "application/json"}
         if chance.random() < 0.2:
             formats = ("application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream", "x")
             headers["accept"] = chance.choice(formats)
         if chance.random() < 0.05:
             headers["x-sie-strict"] = "true"
         yield Case(path, headers, data)
+
+
+def everywhere() -> Iterator[Case]:
+    """Each odd value in each place of each valid body, and as each parameter, at each level where parameters stand."""
+    for path, body in VALID.items():
+        for place in _places(body):
+            yield from _with(path, body, place)
+        for name in sorted({*FIELDS, "x"}):
+            for level in ((), ("params",), ("options",), ("params", "options"))[: 4 if path.startswith("/v1/e") or "score" in path else 1]:
+                yield from _with(path, body, (*level, name))
+
+
+def _places(value: Any) -> Iterator[tuple[Any, ...]]:
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (key,)
+        if isinstance(inner, dict | list):
+            yield from ((key, *rest) for rest in _places(inner))
+
+
+def _with(path: str, body: Any, place: tuple[Any, ...]) -> Iterator[Case]:
+    for odd in ONLY_MSGPACK:
+        yield Case(path, {"content-type": "application/msgpack"}, msgspec.msgpack.encode(_put(body, place, odd)))
+    text = json.dumps(_put(body, place, _NO_TEXT), default=_shown, skipkeys=True).encode()
+    for raw in NO_TEXT:
+        yield Case(path, {"content-type": "application/json"}, text.replace(json.dumps(_NO_TEXT).encode(), raw))
+
+
+def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of `body` with another value at a place. Maps on the way are made where they are missing."""
+    found = copy.deepcopy(body)
+    here = found
+    for key in place[:-1]:
+        if isinstance(here, dict) and not isinstance(here.get(key), dict | list):
+            here[key] = {}
+        here = here[key]
+    here[place[-1]] = value
+    return found
+
+
+def spread(every: int, first: int) -> Iterator[Case]:
+    """Each `every`th case of `everywhere`, from the `first` on."""
+    return itertools.islice(everywhere(), first, None, every)
+
+
+HEADERS = (
+    "authorization", "content-type", "accept", "x-sie-machine-profile", "x-sie-pool", "x-sie-timeout-ms", "x-sie-priority", "x-sie-strict",
+    "x-sie-on-item-error", "x-sie-explain", "x-sie-sdk-version", "x-sie-route-key", "x-request-id", "traceparent", "tracestate", "if-match",
+    "idempotency-key", "content-encoding", "user-agent", "accept-encoding", "expect",
+)  # fmt: skip
+ODD_HEADERS = (
+    b"", b"\xff\xfe", "é".encode(), "\u2028".encode(), b"\xed\xa0\x80", b"a\tb", b"1e999", b"-1", b"nan", b"9" * 400, b"x" * 9000,
+    b"*/*;q=\xff", b"application/msgpack", b"00-" + b"f" * 32 + b"-" + b"f" * 16 + b"-ff", "٣".encode(), b"W/\"1\"",
+)  # fmt: skip
+
+
+def requests() -> Iterator[Case]:
+    """Odd headers at one route of each kind, odd names and parameters in addresses."""
+    body = json.dumps(VALID[f"/v1/encode/{MODEL}"]).encode()
+    for name, odd in itertools.product(HEADERS, ODD_HEADERS):
+        yield Case(f"/v1/encode/{MODEL}", {name: odd}, body)
+        yield Case("/v1/models", {name: odd}, b"", "GET")
+        yield Case("/v1/configs/resolve", {name: odd}, b'{"model": "toy/one"}')
+    for odd_text in ("%ff", "%ed%a0%80", "%00", "%F0%9F%98%80", "%0d%0a", "%25", "+", "a" * 5000, "%C0%AF", "..", "%5B"):
+        for path in ("models/{}", "models?task={}", "models?output={}&loaded={}", "configs/models/{}", "configs/models/{}/status",
+                     "configs/bundles/{}", "pools/{}", "pools/assignments?worker={}", "scaling/{}", "{}"):
+            yield Case("/v1/" + path.format(odd_text, odd_text), {}, b"", "GET")
+        for path in ("/v1/encode/{}", "/v1/score/{}", "/v1/extract/{}", "/tei/{}/embed", "/v1/pools/{}/renew"):
+            yield Case(path.format(odd_text), {}, body)
+        yield Case(f"/v1/pools/{odd_text}", {}, b"", "DELETE")
+    for raw in (*NO_TEXT, b"", b"[]", b"1", b"{", b"null"):
+        for pool in (b"%b", b'{"name": %b, "gpus": {"x": 1}}', b'{"name": "a", "gpus": %b}', b'{"name": "a", "gpus": {%b: 1}}'):
+            yield Case("/v1/pools", {}, pool % raw)
+
+
+_WEIGHTS = b'{"hub": "a/b", "unpinned": true}'
+_ENTRY = b'{"id": "fuzz/one", "family": "text-encoder", "outputs": {"dense": 8}, "max_tokens": 8, "weights": %b}' % _WEIGHTS
+_PARTS = (b'"fuzz/one"', b'"text-encoder"', b'{"dense": 8}', b"8,", b'"dense"', b'"a/b"', b'"hub"', b'"weights"', b"true", _WEIGHTS)
+_KINDS = ("application/json", "application/yaml", "application/json; charset=utf-16")
+
+
+def documents(authorization: str) -> Iterator[Case]:
+    """Writes of configurations with text that is none in each place, and what is no document."""
+    odd = (
+        *NO_TEXT, b"", b"[]", b"1", b"null", b"{", b"!!python/object:os.system a", b"&a [*a]", b"2026-01-01", b"!!binary /w==", b".nan",
+        b"? [a] : b", b"{1: 2}", b"{~: 1}", b"0x" + b"f" * 40, b"1e999",
+    )  # fmt: skip
+    bodies = [*odd]
+    for old in _PARTS:
+        bodies += [_ENTRY.replace(old, raw, 1) for raw in odd]
+    for raw in odd:
+        yield Case("/v1/configs/resolve", {"authorization": authorization}, raw)
+        yield Case("/v1/configs/resolve", {"authorization": authorization}, b'{"model": %b}' % raw)
+        yield Case("/v1/configs/resolve", {"authorization": authorization}, b'{"model": "toy/one", "bundle": %b}' % raw)
+    for kind, body in itertools.product(_KINDS, bodies):
+        headers: dict[str, str | bytes] = {"authorization": authorization, "content-type": kind}
+        yield Case("/v1/configs/models?dry_run=true", headers, body)
+        for method in ("PUT", "PATCH"):
+            yield Case("/v1/configs/models/fuzz/one?dry_run=true", headers, body, method)
+        yield Case("/v1/configs/models/fuzz/one/rollback?dry_run=true", headers, body)
+    for name, value in itertools.product(("if-match", "idempotency-key", "accept", "content-type"), ODD_HEADERS):
+        yield Case("/v1/configs/models?dry_run=true", {"authorization": authorization, name: value}, _ENTRY)
 
 
 def _bend(value: Any, chance: random.Random) -> None:
@@ -114,13 +243,18 @@ def _deep(levels: int) -> Any:
     return value
 
 
+def _shown(value: Any) -> str:
+    """What stands in JSON for a value that it has not."""
+    return repr(value) if isinstance(value, bytes) else type(value).__name__
+
+
 def _encoded(body: Any, as_msgpack: bool) -> bytes:
     if as_msgpack:
         try:
             return msgspec.msgpack.encode(body)
         except OverflowError:
             return b"\xc1"
-    return json.dumps(body, default=repr, skipkeys=True).encode("utf-8", "surrogatepass")
+    return json.dumps(body, default=_shown, skipkeys=True).encode("utf-8", "surrogatepass")
 
 
 def _damaged(data: bytes, chance: random.Random) -> bytes:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import yaml
 
 from sie_config.fields import said
+from sie_contracts import plain
 from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle, parse_bundle
 from sie_contracts.catalogue import ModelEntry, parse_document
@@ -47,13 +47,9 @@ def read(body: bytes, content_type: str) -> Document:
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:
-            value = msgspec.json.decode(body)
-        except msgspec.DecodeError as error:
-            raise invalid("$", f"not JSON: {error}") from None
-        except RecursionError:
-            raise _too_deep() from None
-        _check_depth(value)
-        return Document(value)
+            return Document(plain.from_json(body))
+        except plain.Malformed as error:
+            raise invalid("$", str(error)) from None
     try:
         _check_events(body)
         loader = _LOADER(body)
@@ -101,16 +97,6 @@ def _check_nodes(root: yaml.Node) -> None:
                 waiting.append(value)
         elif isinstance(node, yaml.SequenceNode):
             waiting += node.value
-
-
-def _check_depth(root: Any) -> None:
-    waiting = [(root, 1)]
-    while waiting:
-        value, depth = waiting.pop()
-        if depth > MOST_DEPTH:
-            raise _too_deep()
-        if isinstance(value, dict | list):
-            waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
 
 
 def _too_deep(line: int | None = None) -> ValidationFailed:

@@ -117,8 +117,21 @@ def _nested(rows: list[Any]) -> Array:
         raise ValueError("expected numbers of float64, got a larger one") from error
 
 
-def ext_hook(code: int, data: memoryview) -> Any:
+def ext_hook(code: int, data: memoryview) -> Array:
     """msgspec's hook for ext types: numpy arrays of JavaScript clients. Any other ext type is refused with ValueError."""
+    dtype, axes, raw = _ext(code, data)
+    return _array(dtype, axes, raw, _EXT_ACCEPTED)
+
+
+def _ext_map(code: int, data: memoryview) -> dict[bytes, Any]:
+    """The map of the array that an ext type is."""
+    dtype, axes, raw = _ext(code, data)
+    _array(dtype, axes, raw, _EXT_ACCEPTED)
+    return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": axes, b"data": raw}
+
+
+def _ext(code: int, data: memoryview) -> tuple[str, list[int], bytes]:
+    """dtype, shape and bytes of an array in numpy's ext type."""
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
@@ -130,12 +143,14 @@ def ext_hook(code: int, data: memoryview) -> Any:
         axes = [int(axis) for axis in shape.decode("ascii").split(",") if axis]
     except ValueError as error:
         raise ValueError("array ext: shape is not a list of integers") from error
-    return _array(dtype.decode("ascii", "replace"), axes, raw, _EXT_ACCEPTED)
+    return dtype.decode("ascii", "replace"), axes, raw
 
 
-_DECODER = msgspec.msgpack.Decoder(ext_hook=ext_hook)
+_DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
 
 
 def decode_msgpack(data: bytes) -> Any:
-    """Decode a client's msgpack body, array maps left as maps (see `unpack`). Raises ValueError, msgspec.DecodeError or RecursionError."""
+    """Decode a client's msgpack body; arrays are maps there (see `unpack`), those of the ext type too.
+
+    Raises ValueError, msgspec.DecodeError or RecursionError."""
     return _DECODER.decode(data)

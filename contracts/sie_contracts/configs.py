@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts import bundles as bundling
+from sie_contracts import plain
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
@@ -81,9 +82,9 @@ def _bundle(bundle: Bundle) -> dict[str, Any]:
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
     """What a model's name means. Raises InvalidInput, ModelNotFound, BundleConflict."""
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        raise InvalidInput("body: not JSON", reason="malformed", param="body") from None
+        body = plain.from_json(raw)
+    except plain.Malformed as error:
+        raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
     if others := sorted(body.keys() - {"model", "bundle"}):

@@ -1,4 +1,5 @@
-"""Bent bodies at every inference route: each is answered, in time, with a success or an error that says what is wrong with it."""
+"""Bent bodies at every inference route, odd values in every place: each is answered, in time, with a success or an error that says what is
+wrong with it. The same for headers, parameters of addresses, and documents of the config service."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from fuzz import Case
 from stack import Plan, Stack
 
 CLIENTS = 16
+ADMIN = "admin"
 ANSWERED_S = 30.0
 GROWTH_BYTES = 24 << 20  # of a process over all of it, caches and the heap's own ways included
 
@@ -22,30 +24,44 @@ GROWTH_BYTES = 24 << 20  # of a process over all of it, caches and the heap's ow
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     defaults = ",".join(f"{name}={fuzz.MODEL}" for name in ("embed", "embed_sparse", "embed_all", "rerank", "predict"))
-    with Stack(tmp_path_factory.mktemp("fuzz"), Plan(environ={"SIE_DEFAULT_MODELS": defaults})) as stack:
+    environ = {"SIE_DEFAULT_MODELS": defaults, "SIE_ADMIN_TOKEN": ADMIN}
+    with Stack(tmp_path_factory.mktemp("fuzz"), Plan(environ=environ)) as stack:
         yield stack
 
 
 async def send_all(url: str, cases: Iterator[Case]) -> Counter[tuple[int, str]]:
-    """What came back, by status and code. Raises AssertionError for what must not."""
+    """What came back, by status and code. Raises AssertionError where something came back that must not."""
     seen: Counter[tuple[int, str]] = Counter()
+    findings: list[str] = []
 
     async def client(http: httpx.AsyncClient) -> None:
         for case in cases:
-            answer = await http.post(case.path, content=case.body, headers=case.headers)
-            told = f"{case.path} {case.headers} {case.body!r}: {answer.status_code} {answer.text[:500]}"
-            assert 200 <= answer.status_code < 300 or 400 <= answer.status_code < 500, told
-            code = ""
-            if answer.status_code >= 400:
-                error = json.loads(answer.content)
-                code = error["code"]
-                assert error["message"], told
-                assert answer.headers["x-sie-error-code"] == code, told
+            answer = await http.request(case.method, case.path, content=case.body, headers=case.headers)
+            code, fault = judged(answer)
             seen[answer.status_code, code] += 1
+            if fault:
+                findings.append(f"{fault}: {case} {answer.status_code} {answer.text[:300]}")
 
     async with httpx.AsyncClient(base_url=url, timeout=ANSWERED_S, trust_env=False) as http:
         await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
+    print("\n", dict(seen), f"{len(findings)} findings")
+    assert not findings, "\n".join([f"{len(findings)} findings", *findings[:5]])
     return seen
+
+
+def judged(answer: httpx.Response) -> tuple[str, str]:
+    """The code of an error, and what is wrong with an answer, or nothing."""
+    if 200 <= answer.status_code < 300:
+        return "", ""
+    if not 400 <= answer.status_code < 500:
+        return "", "a fault of ours"
+    try:
+        error = json.loads(answer.content)
+        code = str(error["code"])
+    except (ValueError, KeyError, TypeError):
+        return "", "no envelope"
+    wrong = not error["message"] or answer.headers.get("x-sie-error-code") != code
+    return code, "no message, or another code in its header" if wrong else ""
 
 
 async def fuzzed(stack: Stack, count: int, seed: int) -> None:
@@ -70,6 +86,33 @@ async def test_5000_bent_bodies(stack: Stack) -> None:
 @pytest.mark.timeout(3600)
 async def test_200000_bent_bodies(stack: Stack) -> None:
     await fuzzed(stack, 200_000, seed=2)
+
+
+EVERY = 23  # of the odd values in every place: prime, so that no value and no place is always left out
+
+
+@pytest.mark.timeout(180)
+async def test_odd_values_in_every_place(stack: Stack) -> None:
+    """Extension types of msgpack, bytes, arrays of any size, text that is none: as any value, in any parameter."""
+    seen = await send_all(stack.urls[0], fuzz.spread(EVERY, first=0))
+    assert seen.total() > 1000
+    assert sum(count for (status, _), count in seen.items() if status == 400) > 500
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_all_odd_values_in_every_place(stack: Stack) -> None:
+    await send_all(stack.urls[0], fuzz.everywhere())
+
+
+async def test_odd_headers_and_parameters(stack: Stack) -> None:
+    await send_all(stack.urls[0], fuzz.requests())
+
+
+async def test_odd_documents_of_configurations(stack: Stack) -> None:
+    """Writes and `resolve` at the config service, `resolve` at a gateway."""
+    await send_all(stack.config_url, fuzz.documents(f"Bearer {ADMIN}"))
+    await send_all(stack.urls[0], (case for case in fuzz.documents("") if case.path.endswith("resolve")))
 
 
 def test_a_seed_is_one_sequence(tmp_path: Path) -> None:

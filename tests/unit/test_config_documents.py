@@ -118,7 +118,7 @@ def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line
 
 @pytest.mark.parametrize(
     ("body", "loc", "says"),
-    [('{"id": 3}', "$.id", "str"), ("[]", "$", "object"), ('{"id": ', "$", "not JSON"), ("[" * 100_000, "$", "")],
+    [('{"id": 3}', "$.id", "str"), ("[]", "$", "object"), ('{"id": ', "$", "not valid JSON"), ("[" * 100_000, "$", "")],
 )
 def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None:
     found = fault(body, "application/json")

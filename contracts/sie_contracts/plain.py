@@ -1,0 +1,94 @@
+"""What clients send, as plain values: maps with text keys, lists, texts, numbers, booleans, null, and in msgpack bytes. Nothing else.
+
+    bytes ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
+
+No array, time or other extension type passes: an array is its map (see `arrays`) until the one field that takes one unpacks it. So any two
+values may be compared, hashed by type and encoded again, and whoever reads a field has to expect these types alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from sie_contracts import arrays
+
+MAX_NESTING = 64
+_CONTAINERS = frozenset({dict, list})
+_PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
+_TEXT_KEYS = frozenset({str})
+
+
+class Malformed(ValueError):
+    """These bytes are no plain value. The message repeats nothing of them."""
+
+
+def from_json(data: bytes) -> Any:
+    """Decode JSON. Raises Malformed: no JSON, invalid UTF-8, a lone surrogate, nested deeper than MAX_NESTING."""
+    value = _decoded(msgspec.json.decode, data, "JSON")
+    _check(value, is_json=True)
+    return value
+
+
+def from_msgpack(data: bytes) -> Any:
+    """Decode msgpack. Keys that are bytes become text, an array its map. Raises Malformed as `from_json` does, and for other types."""
+    value = _decoded(arrays.decode_msgpack, data, "msgpack")
+    _check(value, is_json=False)
+    return value
+
+
+def _decoded(decode: Any, data: bytes, kind: str) -> Any:
+    try:
+        return decode(data)
+    except RecursionError:
+        raise Malformed(f"nested deeper than {MAX_NESTING}") from None
+    except UnicodeDecodeError:
+        raise Malformed("a string is not valid UTF-8") from None
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise Malformed(f"not valid {kind}: {_clean(error)}") from None
+
+
+def _clean(error: Exception) -> str:
+    """The decoder's message: it names offsets and kinds. A quoted fragment, which might be input, is cut off."""
+    return str(error).split("'")[0].split('"')[0].strip()[:120]
+
+
+def _check(root: Any, *, is_json: bool) -> None:
+    """Nesting, and of msgpack types and keys. Of many values the types are looked at in C: a fifth of the time of a test for each."""
+    level: list[Any] = [[root]]
+    for _ in range(MAX_NESTING + 1):
+        below: list[Any] = []
+        for parent in level:
+            values: Collection[Any] = parent.values() if isinstance(parent, dict) else parent
+            kinds = set(map(type, values))
+            if not is_json:
+                if not kinds <= _PLAIN:
+                    odd = next(iter(kinds - _PLAIN)).__name__
+                    raise Malformed(f"holds a value of the msgpack extension type {odd}, which is not accepted")
+                if isinstance(parent, dict):
+                    _name_by_text(parent)
+                    values = parent.values()
+            if not kinds.isdisjoint(_CONTAINERS):
+                below += [value for value in values if type(value) in _CONTAINERS]
+        if not below:
+            return
+        level = below
+    raise Malformed(f"nested deeper than {MAX_NESTING}")
+
+
+def _name_by_text(found: dict[Any, Any]) -> None:
+    if set(map(type, found)) <= _TEXT_KEYS:
+        return
+    pairs = list(found.items())
+    found.clear()
+    for key, value in pairs:
+        if isinstance(key, bytes):
+            try:
+                key = key.decode()
+            except UnicodeDecodeError:
+                raise Malformed("a key of a map is not valid UTF-8") from None
+        if not isinstance(key, str):
+            raise Malformed(f"expected text for each key of a map, got {type(key).__name__}")
+        found[key] = value
