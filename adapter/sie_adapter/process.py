@@ -75,15 +75,19 @@ def _import() -> None:
 def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:
     from sie_adapter.engine import Engine
     from sie_adapter.server import Server
+    from sie_adapter.weights import disk
 
     tracer = tracing.start(settings.tracing, "adapter")
     engine = Engine(settings)
     if tracer is not None:
         engine.lanes.listeners.append(functools.partial(spans.ran, tracer))
     server = Server(listener, engine, lambda: _wake(waker, _DRAIN))
+    cache = engine.loader.sources.cache
+    watch = disk.Watch(cache.relieve, cache.folder)
     _logger.info("adapter ready on %s, pid %d", path, os.getpid())
     server.serve(wake)
     _logger.info("adapter stopping")
+    watch.close()
     path.unlink(missing_ok=True)  # a parent has the socket open still: nobody is to queue up there
     listener.close()
     if not engine.stop(DRAIN_S):

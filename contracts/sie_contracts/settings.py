@@ -398,8 +398,8 @@ class Settings:
     ack_wait_s: int = _row(10, "SIE_ACK_WAIT_S", "gateway sidecar", _whole(3), "Time without a lease renewal after which work goes to another worker, seconds; renewed every third of it.")
     # memory and disk
     memory_pressure_threshold_percent: float = _row(85.0, "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Device memory use above which the least recently used idle model is unloaded.")
-    disk_cache_enabled: bool = _row(True, "SIE_DISK_CACHE_ENABLED", "adapter", BOOL, "Before a download, remove weights from a disk above the threshold by last use; only what SIE put there and nobody uses.")
-    disk_pressure_threshold_percent: float = _row(85.0, "SIE_DISK_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Disk use above which cached weights are removed before a download.")
+    disk_cache_enabled: bool = _row(True, "SIE_DISK_CACHE_ENABLED", "adapter", BOOL, "Before a download and every 30 s, remove weights from a disk above the threshold by last use; only what SIE put there and nobody uses.")
+    disk_pressure_threshold_percent: float = _row(85.0, "SIE_DISK_PRESSURE_THRESHOLD_PERCENT", "adapter", _number(1, 99), "Disk use above which cached weights that nobody uses are removed.")
     disk_cache_bytes: int | None = _row(None, "SIE_DISK_CACHE_BYTES", "adapter", _whole(1 << 20), "What all weights below SIE_LOCAL_CACHE may take, where the disk would let them take more: the size limit of a volume. Default: the disk.")
     idle_evict_s: int | None = _row(None, "SIE_IDLE_EVICT_S", "sidecar", _whole(1), "Unload models idle for this long, seconds.")
     preload_models: tuple[str, ...] | None = _row(None, "SIE_PRELOAD_MODELS", "sidecar", LIST, "Models loaded before the worker is ready. An unknown name is a start error.")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helm import CHART, CHOSEN, EVERYTHING, FILES, container, containers, objects, rendered, template, variables
 
-from sie_contracts.settings import BY_NAME, MACHINE_PROFILE_DEFAULTS, ROWS, load
+from sie_contracts.settings import BY_NAME, MACHINE_PROFILE_DEFAULTS, ROWS, load, shown
 
 Path = tuple[str, ...]
 COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
@@ -281,10 +281,10 @@ def test_defaults_are_those_of_the_processes() -> None:
         ("workers", "common", "device"): "SIE_DEVICE", ("workers", "common", "hubFallback"): "SIE_HF_FALLBACK",
         ("tracing", "endpoint"): "OTEL_EXPORTER_OTLP_ENDPOINT", ("tracing", "sampler"): "OTEL_TRACES_SAMPLER",
         ("tracing", "samplerArg"): "OTEL_TRACES_SAMPLER_ARG", ("tracing", "enabled"): "SIE_TRACING_ENABLED",
-        ("tracing", "exporter"): "OTEL_TRACES_EXPORTER",
     }  # fmt: skip
     values = dict(leaves(DEFAULTS))
     assert {path: values[path] for path in same} == {path: BY_NAME[name].default for path, name in same.items()}
+    assert values["tracing", "exporter"] == shown(BY_NAME["OTEL_TRACES_EXPORTER"], BY_NAME["OTEL_TRACES_EXPORTER"].default)
 
 
 def test_false_and_zero_of_a_group_win_over_common() -> None:

@@ -104,6 +104,22 @@ def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **env
         yield WeightSources.of(settings)
 
 
+def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk: Disk) -> None:
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT, SIE_DISK_CACHE_ENABLED: of what the disk holds now, and only what nobody uses."""
+    disk.others_bytes = 540 * MIB
+    assert cache.relieve()
+    assert there(cache) == ["org/a", "org/b", "org/c"], "at 84 % nothing goes"
+    disk.others_bytes = 560 * MIB
+    assert limited(cache.folder, None, disk).relieve()
+    assert there(cache) == ["org/a", "org/b", "org/c"], "with the disk cache off nothing goes"
+    assert cache.relieve()
+    assert there(cache) == ["org/a", "org/c"]
+    disk.others_bytes = 900 * MIB
+    with cache.lease("org/a", REVISION):
+        assert not cache.relieve()
+    assert there(cache) == ["org/a"]
+
+
 @pytest.mark.parametrize(
     ("percent", "others", "gone"),
     [("85", 440, []), ("85", 460, ["org/b"]), ("85", 540, ["org/b"]), ("85", 560, ["org/a", "org/b"]), ("90", 460, []), ("50", 0, [])],

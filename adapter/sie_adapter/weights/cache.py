@@ -77,13 +77,15 @@ class Candidate:
 class LocalCache:
     """The snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
 
-    `room` makes room on the disk for so many bytes more, before a fetch; it raises FetchFailed if there is none.
+    `room` makes room on the disk for so many bytes more, before a fetch; it raises FetchFailed if there is none. `relieve` removes what may
+    go while the disk is above its threshold, and returns whether it is below it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.hub = folder / "hub"
         self.room: Callable[[int], None] = lambda _: None
+        self.relieve: Callable[[], bool] = lambda: True
 
     def place(self, repository: str, revision: str) -> Path:
         """Where a snapshot is or would be. Raises ManifestError for names that are none."""

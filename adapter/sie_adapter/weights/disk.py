@@ -1,4 +1,5 @@
-"""Room for new weights on a disk that is nearly full: snapshots that were used longest ago go, before a fetch begins.
+"""Room for weights on a disk that is nearly full: snapshots that were used longest ago go, before a fetch begins and, since others fill the
+disk too, while the process serves (`Watch`).
 
 Only what SIE put there goes: snapshots whose manifest it wrote, and what is left of fetches that nobody goes on with. What the hub's own
 client, or anybody else, put into the same cache stays. Nor does anything go that a process of this node loads, has loaded or
@@ -12,6 +13,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from sie_contracts.weights import FetchFailed
 
 _logger = logging.getLogger("sie.adapter")
 _POLL_S = 0.2
+LOOK_S = 30.0  # between two looks at the disk while the process serves
 SPARE_BYTES = 16 << 20  # file systems need some of their own
 
 
@@ -62,6 +65,8 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
+    if threshold_percent is not None:
+        cache.relieve = functools.partial(relieve, cache, threshold_percent, probe)
     return cache
 
 
@@ -82,18 +87,61 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
             used, free = probe(cache.folder)
             return 100 * (used + needed) > threshold_percent * (used + free) or needed + SPARE_BYTES > free
 
-        for candidate in going:
-            if not is_above():
-                return
-            if _removed(cache, candidate):
-                _logger.warning(
-                    "removed %s@%s from the local cache, last used %.0f min ago: with what is to come the disk would be above %g %%",
-                    candidate.repository, candidate.revision, (time.time() - candidate.used_s) / 60, threshold_percent,
-                )  # fmt: skip
+        _remove_while(is_above, cache, going, f"with what is to come the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning("the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent)
         if needed + SPARE_BYTES > (free := probe(cache.folder).free):  # others wrote meanwhile
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
+
+
+def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
+    """Remove snapshots while the disk is above the threshold and there are some that may go. Returns whether it is below it now."""
+
+    def is_above() -> bool:
+        used, free = probe(cache.folder)
+        return 100 * used > threshold_percent * (used + free)
+
+    if is_above():
+        with _sole_removal(cache):
+            _remove_while(is_above, cache, cache.candidates(), f"the disk is above {threshold_percent:g} %")
+    return not is_above()
+
+
+class Watch:
+    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; that it is not is told once."""
+
+    def __init__(self, look: Callable[[], bool], folder: Path) -> None:
+        self._look = look
+        self._folder = folder
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        was_well = True
+        while not self._closed.wait(LOOK_S):
+            try:
+                is_well = self._look()
+            except OSError as error:
+                _logger.warning("the disk of %s cannot be looked at: %s", self._folder, error)
+                continue
+            if was_well and not is_well:
+                _logger.warning("the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: nothing there may be removed", self._folder)
+            was_well = is_well
+
+
+def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[Candidate], why: str) -> None:
+    for candidate in going:
+        if not is_above():
+            return
+        if _removed(cache, candidate):
+            _logger.warning(
+                "removed %s@%s from the local cache, last used %.0f min ago: %s",
+                candidate.repository, candidate.revision, (time.time() - candidate.used_s) / 60, why,
+            )  # fmt: skip
 
 
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:

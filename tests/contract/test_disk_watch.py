@@ -1,0 +1,42 @@
+"""A real adapter process looks at its disk while it serves: weights that nobody uses go when somebody else fills it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adapter_process import running
+from cluster import until
+
+from sie_adapter.weights import LocalCache, Progress
+from sie_contracts.weights import FileFact, Manifest
+
+LOOKS_OFTEN = "from sie_adapter.weights import disk; disk.LOOK_S = 0.1"
+REVISION = "a" * 40
+NAME = "model.safetensors"
+MIB = 1 << 20
+
+
+def put(cache: LocalCache, repository: str) -> Path:
+    """A snapshot of 1 MiB that SIE fetched."""
+
+    def fetch(folder: Path, progress: Progress) -> Manifest:
+        progress.expect(MIB)
+        (folder / NAME).write_bytes(bytes(MIB))
+        return Manifest(repository, REVISION, {NAME: FileFact(MIB, "0" * 64)})
+
+    return cache.obtain(repository, REVISION, fetch, repository)
+
+
+def test_weights_that_nobody_uses_go_when_the_disk_fills_while_serving(tmp_path: Path) -> None:
+    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: 1. three snapshots in a volume of 10 MiB, one of them in use; 2. 6 MiB of somebody else's are
+    written there; 3. the older one that nobody uses is gone, the others are there."""
+    cache = LocalCache(tmp_path / "cache")
+    snapshots = [put(cache, name) for name in ("org/used", "org/old", "org/new")]
+    environ = {"SIE_DISK_CACHE_BYTES": str(10 * MIB)}
+    with running(tmp_path / "a.sock", before=LOOKS_OFTEN, **environ) as adapter, cache.lease("org/used", REVISION):
+        assert all(folder.exists() for folder in snapshots), "3 of 10 MiB is below the threshold"
+        (cache.folder / "somebody-else.bin").write_bytes(bytes(6 * MIB))
+        assert "removed org/old@" in adapter.wait_for("from the local cache")
+        until(lambda: not snapshots[1].exists(), 30, "the snapshot that was used longest ago is gone")
+        assert adapter.process.poll() is None
+    assert [folder.exists() for folder in snapshots] == [True, False, True]
