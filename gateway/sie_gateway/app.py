@@ -13,6 +13,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -41,7 +42,7 @@ from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
 from sie_gateway.configs import PATHS, config_routes
 from sie_gateway.demand import DemandRecords
-from sie_gateway.dialects import Route, find
+from sie_gateway.dialects import Route, find, infinity
 from sie_gateway.fleet import Fleet
 from sie_gateway.inference import Inference
 from sie_gateway.intake import CONTROL_BYTES, Intake, bounded, check_length
@@ -116,14 +117,20 @@ def create_app(gateway: Gateway) -> App:
         docs_url="/docs", redoc_url=None, static_url="/docs/static", redirect_slashes=False,
     )  # fmt: skip
 
-    @app.get("/v1/models", summary="The catalogue")
-    @app.get("/models", include_in_schema=False)
-    async def models(request: Request) -> Response:
-        query = request.query_params
-        infos = await model_list(
+    async def listed(query: QueryParams) -> list[dict[str, Any]]:
+        return await model_list(
             gateway.inference.catalogue, gateway.fleet, task=query.get("task", ""), output=query.get("output", ""),
             loaded=query.get("loaded", "") == "true", variants=query.get("variants", "") != "false",
         )  # fmt: skip
+
+    @app.get("/v1/models", summary="The catalogue")
+    async def models(request: Request) -> Response:
+        infos = await listed(request.query_params)
+        return _json({"object": "list", "data": infos, "models": infos})
+
+    @app.get("/models", include_in_schema=False)
+    async def models_of_infinity(request: Request) -> Response:
+        infos = [infinity.owned(info) for info in await listed(request.query_params)]
         return _json({"object": "list", "data": infos, "models": infos})
 
     @app.get("/v1/models/{model:path}", summary="One model")

@@ -31,7 +31,7 @@ _TEI = ("embed", "embed_all", "embed_sparse", "rerank", "predict", "similarity",
 ROUTES: tuple[Row, ...] = (
     *(Row("GET", path, OPEN) for path in ("/healthz", "/livez", "/ping", "/readyz")),
     *(Row("POST", f"/v1/{verb}/{{model:path}}", "infer") for verb in ("encode", "score", "extract")),
-    *(Row("POST", path, "infer") for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/v2/embed")),
+    *(Row("POST", path, "infer") for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/v1/embed", "/v2/embed")),
     *(Row("POST", path, "infer") for path in ("/classify", "/v1/classify")),
     *(Row("POST", f"{under}/{operation}", "infer") for under in ("", "/tei/{model:path}") for operation in _TEI),
     *(Row("GET", path, "infer") for path in ("/info", "/tei/{model:path}/info")),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from sie_contracts.catalogue import Catalogue, ModelEntry, listed_outputs, widths
+from sie_contracts.catalogue import Catalogue, ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.messages import Heartbeat, ModelStatus
 from sie_contracts.options import LORA_FAMILIES
 from sie_gateway.aliases import alias_infos
@@ -42,6 +42,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
             {"worker": worker, "done_bytes": each.done_bytes, "total_bytes": each.total_bytes, "bytes_per_s": each.bytes_per_s}
             for worker, each in fleet.downloads(resolved.residency)
         ],
+        "backend": "torch", "capabilities": _capabilities(entry), "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
     }  # fmt: skip
     if profile != "default":
         info["variant_of"] = entry.id
@@ -54,6 +55,12 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
     requested = own or next((each.requested for each in told if each.requested), None)
     reasons = sorted({each.reason for each in told if each.reason})
     return {"requested": requested, "served": sorted({each.served for each in told}), "reason": "; ".join(reasons) or None}
+
+
+def _capabilities(entry: ModelEntry) -> list[str]:
+    """What the model can do, by the names that Infinity has for it."""
+    can = {"embed": "dense" in entry.outputs, "rerank": "score" in entry.tasks, "classify": classifies(entry)}
+    return [name for name, on in can.items() if on]
 
 
 def _profile(entry: ModelEntry, name: str) -> dict[str, Any]:

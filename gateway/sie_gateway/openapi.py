@@ -13,7 +13,7 @@ from typing import Any
 from sie_contracts.configs import YAML
 from sie_contracts.errors import AllItemsFailed, InvalidInput, SIEError, catalogue, envelope
 from sie_contracts.options import DTYPES
-from sie_gateway.dialects import tei
+from sie_gateway.dialects import embedding_types, tei
 
 Schema = dict[str, Any]
 _ERROR: Schema = {"$ref": "#/components/schemas/Error"}
@@ -84,19 +84,22 @@ _FOUND = _map(
         error=_SLOT_ERROR,
     )),
 )  # fmt: skip
-_OPENAI_INPUT = _one_of(_TEXT, _list(_TEXT, 1), _IDS, _list(_IDS, 1))
+_OBJECT = _map(text=_TEXT, image=_TEXT)  # of Jina
+_OPENAI_INPUT = _one_of(_TEXT, _list(_one_of(_TEXT, _OBJECT), 1), _IDS, _list(_IDS, 1), _OBJECT)
+_TYPE = _choice(*embedding_types.TYPES)
 _DOCUMENT = _one_of(_TEXT, _map(("text",), text=_TEXT))
 _TRUNCATION = {"truncate": _one_of(_FLAG, _NULL), "truncation_direction": _choice("left", "right", "Left", "Right")}
 _TEI_INPUT = _one_of(_TEXT, _IDS, _list(_one_of(_TEXT, _IDS), 1))
 _TEI = {"model": _TEXT, "prompt_name": _TEXT, **_TRUNCATION}
 _RERANK = {
     "model": _TEXT, "query": _TEXT, "top_n": {"type": "integer", "minimum": 1}, "return_documents": _FLAG, "rank_fields": _list(_TEXT),
-    "max_tokens_per_doc": _WHOLE, "priority": {"type": "integer", "minimum": 0, "maximum": 999},
+    "max_tokens_per_doc": _WHOLE, "truncation": _FLAG, "priority": {"type": "integer", "minimum": 0, "maximum": 999},
 }  # fmt: skip
 _LABEL = _map(label=_TEXT, score=_NUMBER)
 _RANKED = _map(
     id=_TEXT, object=_TEXT, model=_TEXT, meta=_ANY, timing=_TIMING, usage=_USAGE, fingerprint=_TEXT,
-    results=_list(_map(index=_WHOLE, relevance_score=_NUMBER, document=_ANY)),
+    results=_list(_map(index=_WHOLE, relevance_score=_NUMBER, document=_one_of(_ANY, _TEXT))),
+    data=_list(_map(index=_WHOLE, relevance_score=_NUMBER)),
 )  # fmt: skip
 
 _HEADERS: tuple[tuple[str, Schema, str], ...] = (
@@ -153,16 +156,17 @@ _V1_RERANK = _compat(
     {"model": "cross-encoder/ms-marco-MiniLM-L-6-v2", "query": "Who?", "documents": ["Ada", "Bob"], "top_n": 1}, _RANKED,
 )  # fmt: skip
 _EMBEDDINGS = _compat(
-    "OpenAI", "Vectors of texts or token ids",
+    "OpenAI, Jina, Voyage", "Vectors of texts or token ids",
     _map(
         ("input",), model=_TEXT, input=_OPENAI_INPUT, encoding_format=_choice("float", "base64"), dimensions=_WHOLE, user=_TEXT,
-        input_type=_TEXT, truncate=_one_of(_choice("END", "START", "NONE"), _FLAG),
+        input_type=_TEXT, truncate=_one_of(_choice("END", "START", "NONE"), _FLAG), embedding_type=_TYPE, output_dtype=_TYPE,
+        output_dimension=_WHOLE, task=_TEXT, normalized=_FLAG, truncation=_FLAG,
         token_encoding=_choice("model", "cl100k_base", "o200k_base"),
     ),
     {"model": _MINI, "input": ["Hello"]},
     _map(
         object=_TEXT, model=_TEXT, usage=_USAGE, timing=_TIMING, fingerprint=_TEXT,
-        data=_list(_map(object=_TEXT, index=_WHOLE, embedding=_one_of(_list(_NUMBER), _TEXT))),
+        data=_list(_map(object=_TEXT, index=_WHOLE, embedding=_one_of(_list(_NUMBER), _TEXT), scale=_NUMBER, offset=_NUMBER)),
     ),
     formats=_RAW,
 )  # fmt: skip
@@ -238,16 +242,22 @@ PATHS: dict[str, Schema] = {
     "/v1/rerank": _V1_RERANK,
     "/v2/rerank": _V1_RERANK,
     "/rerank": _EITHER,
-    "/v2/embed": _compat(
-        "Cohere, Jina", "Vectors of texts, in several dtypes at once",
-        _map(
-            ("model", "input_type", "texts"), model=_TEXT, texts=_list(_TEXT, 1), truncate=_choice("END", "START", "NONE"),
-            input_type=_choice("search_query", "search_document", "classification", "clustering"), output_dimension=_WHOLE,
-            embedding_types=_list(_choice("float", "int8", "uint8", "binary", "ubinary", "base64")), max_tokens=_WHOLE,
-        ),
-        {"model": _MINI, "input_type": "search_document", "texts": ["Hello"], "embedding_types": ["float"]},
-        _map(id=_TEXT, response_type=_TEXT, embeddings=_ANY, texts=_list(_TEXT), meta=_ANY, timing=_TIMING, fingerprint=_TEXT),
-    ),
+    **{
+        f"/v{version}/embed": _compat(
+            "Cohere", "Vectors of texts, in several dtypes at once",
+            _map(
+                needed, model=_TEXT, texts=_list(_TEXT, 1), truncate=_choice("END", "START", "NONE"),
+                input_type=_choice("search_query", "search_document", "classification", "clustering"), output_dimension=_WHOLE,
+                embedding_types=_list(_TYPE), max_tokens=_WHOLE,
+            ),
+            {"model": _MINI, "input_type": "search_document", "texts": ["Hello"], "embedding_types": ["float"]},
+            _map(
+                id=_TEXT, response_type=_TEXT, embeddings=_one_of(_ANY, _list(_list(_NUMBER))), texts=_list(_TEXT), meta=_ANY,
+                timing=_TIMING, fingerprint=_TEXT,
+            ),
+        )
+        for version, needed in ((1, ("texts",)), (2, ("model", "input_type", "texts")))
+    },
     "/v1/classify": _CLASSIFY,
     "/classify": _CLASSIFY,
     "/": _compat("Text Embeddings Inference", *_MAIN),
@@ -276,6 +286,7 @@ _MODEL_INFO = _map(
     revision=_TEXT, certificate=_one_of(_ANY, _NULL), fingerprint=_one_of(_TEXT, _NULL), variant_of=_TEXT,
     downloads=_list(_map(worker=_TEXT, done_bytes=_WHOLE, total_bytes=_WHOLE, bytes_per_s=_NUMBER)),
     precision=_map(requested=_one_of(_TEXT, _NULL), served=_list(_TEXT), reason=_one_of(_TEXT, _NULL)),
+    backend=_TEXT, capabilities=_list(_choice("embed", "rerank", "classify")), stats=_ANY,
 )  # fmt: skip
 _POOL = _map(
     ("name", "spec", "status"), name=_TEXT,
@@ -423,6 +434,10 @@ _CLASSIFIED = {"object": "classify", "data": [_CLASSES], "model": "org/classes",
 _EMBEDDED = {
     "object": "list", "model": _MINI, "data": [{"object": "embedding", "index": 0, "embedding": [0.02, -0.07]}], **_SHARED,
 }  # fmt: skip
+_TYPED = {
+    "id": "2b2c...", "response_type": "embeddings_by_type", "embeddings": {"float": [[0.02, -0.07]]}, "texts": ["Hello"],
+    "meta": {"api_version": {"version": "2"}}, "timing": _TIMES, "fingerprint": "b1946ac9",
+}  # fmt: skip
 _MODEL_SHOWN = {
     "name": _MINI, "id": _MINI, "object": "model", "created": 0, "owned_by": "sentence-transformers", "inputs": ["text"],
     "outputs": ["dense", "score"], "tasks": ["encode", "score"], "dims": {"dense": 384}, "loaded": True, "state": "loaded",
@@ -457,10 +472,7 @@ _SHOWN: dict[str, Any] = {
     **dict.fromkeys(("post /v1/embeddings", "post /embeddings"), _EMBEDDED),
     **dict.fromkeys(("post /v1/rerank", "post /v2/rerank", "post /rerank"), _RANKED_SHOWN),
     **dict.fromkeys(("post /v1/classify", "post /classify"), _CLASSIFIED),
-    "post /v2/embed": {
-        "id": "2b2c...", "response_type": "embeddings_by_type", "embeddings": {"float": [[0.02, -0.07]]}, "texts": ["Hello"],
-        "meta": {"api_version": {"version": "2"}}, "timing": _TIMES, "fingerprint": "b1946ac9",
-    },
+    **dict.fromkeys(("post /v1/embed", "post /v2/embed"), _TYPED),
     **{
         f"{'get' if name == 'info' else 'post'} {under}/{name}": shown
         for under in ("", "/tei/{model}") for name, shown in _TEI_SHOWN.items() if (under, name) != ("", "rerank")

@@ -34,7 +34,64 @@ def litellm_rerank(url: str, key: str, model: str, retries: int, inputs: list[st
     return [[each["index"], each["relevance_score"]] for each in answer.results or []]
 
 
-CLIENTS = {"llama-index": llama_index, "litellm": litellm_embedding, "litellm-rerank": litellm_rerank}
+def litellm_infinity(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    import litellm
+
+    answer = litellm.embedding(f"infinity/{model}", inputs, api_base=url, api_key=key, max_retries=retries, dimensions=384)
+    return [entry["embedding"] for entry in answer.data]
+
+
+def litellm_infinity_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    return _reranked(f"infinity/{model}", url, key, inputs)
+
+
+def litellm_jina(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    import litellm
+
+    answer = litellm.embedding(f"jina_ai/{model}", inputs, api_base=f"{url}/v1", api_key=key, max_retries=retries, dimensions=384)
+    return [entry["embedding"] for entry in answer.data]
+
+
+def litellm_jina_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    return _reranked(f"jina_ai/{model}", url, key, inputs)
+
+
+def litellm_voyage_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    return _reranked(f"voyage/{model}", url, key, inputs, documents=False)
+
+
+def _reranked(model: str, url: str, key: str, inputs: list[str], *, documents: bool = True) -> Any:
+    """Scores by index; the documents that come back are those that were sent."""
+    import litellm
+
+    query, *sent = inputs
+    results = litellm.rerank(model, query, sent, api_base=url, api_key=key, return_documents=True).results or []
+    if documents:
+        assert [each["document"]["text"] for each in results] == [sent[each["index"]] for each in results]
+    return [[each["index"], each["relevance_score"]] for each in results]
+
+
+def langchain_cohere(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    from langchain_cohere import CohereEmbeddings
+
+    embedder = CohereEmbeddings(model=model, base_url=url, cohere_api_key=key, max_retries=retries + 1)
+    return embedder.embed_documents(inputs)
+
+
+def langchain_cohere_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    from langchain_cohere import CohereRerank
+
+    query, *documents = inputs
+    found = CohereRerank(model=model, base_url=url, cohere_api_key=key, top_n=len(documents)).rerank(documents, query)
+    return [[each["index"], each["relevance_score"]] for each in found]
+
+
+CLIENTS = {
+    "llama-index": llama_index, "litellm": litellm_embedding, "litellm-rerank": litellm_rerank,
+    "litellm-infinity": litellm_infinity, "litellm-infinity-rerank": litellm_infinity_rerank,
+    "litellm-jina": litellm_jina, "litellm-jina-rerank": litellm_jina_rerank, "litellm-voyage-rerank": litellm_voyage_rerank,
+    "langchain-cohere": langchain_cohere, "langchain-cohere-rerank": langchain_cohere_rerank,
+}  # fmt: skip
 
 
 def main() -> None:

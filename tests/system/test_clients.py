@@ -195,11 +195,103 @@ def cohere_rerank_v1(url: str, model: str, text: str, key: str, retries: int) ->
     return [(each.index, each.relevance_score) for each in answer.results]
 
 
+def cohere_embed_v1(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    """Without types: bare vectors, which the second version has not."""
+    import cohere
+
+    with httpx.Client(timeout=30) as http:
+        client = cohere.Client(key, base_url=url, max_retries=retries, httpx_client=http, log_warning_experimental_features=False)
+        answer = client.embed(model=model, texts=[text], **more)
+    assert (answer.response_type, answer.texts) == ("embeddings_floats", [text])
+    return answer.embeddings[0]
+
+
+@contextlib.contextmanager
+def voyage(url: str, key: str, retries: int) -> Iterator[Any]:
+    import voyageai
+
+    try:
+        yield voyageai.Client(api_key=key, base_url=f"{url}/v1", max_retries=retries + 1, timeout=30)
+    except voyageai.error.VoyageError as error:  # the text of one that is told before the body is read cannot be printed
+        raise Refused(error.http_status, error.http_body) from error
+
+
+def voyage_embed(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    with voyage(url, key, retries) as client:
+        answer = client.embed([text], model=model, input_type="document", truncation=more.get("truncate") != "NONE")
+    assert answer.total_tokens > 2
+    return answer.embeddings[0]
+
+
+def voyage_rerank(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
+    with voyage(url, key, retries) as client:
+        answer = client.rerank(QUERY, DOCUMENTS, model=model)
+    assert answer.total_tokens > 2
+    return [(each.index, each.relevance_score) for each in answer.results]
+
+
+@contextlib.contextmanager
+def told_by_jina() -> Iterator[None]:
+    """Haystack's components for Jina raise what stands in `detail`."""
+    statuses = {"model_not_found": 404, "unauthenticated": 401, "queue_full": 503, "invalid_input": 400}
+    try:
+        yield
+    except RuntimeError as error:
+        raise Refused(statuses[error.args[0]["code"].lower()], error.args[0]["message"]) from error
+
+
+def jina_embed(url: str, model: str, text: str, key: str, retries: int) -> list[float]:
+    from haystack.utils import Secret
+    from haystack_integrations.components.embedders.jina import JinaTextEmbedder
+
+    embedder = JinaTextEmbedder(Secret.from_token(key), model, base_url=f"{url}/v1/embeddings", task="retrieval.passage", dimensions=384)
+    with told_by_jina():
+        return list(embedder.run(text)["embedding"])
+
+
+def jina_rerank(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
+    from haystack import Document
+    from haystack.utils import Secret
+    from haystack_integrations.components.rankers.jina import JinaRanker
+
+    ranker = JinaRanker(model, Secret.from_token(key), base_url=f"{url}/v1/rerank")
+    documents = [Document(id=str(index), content=text) for index, text in enumerate(DOCUMENTS)]
+    with told_by_jina():
+        return [(int(each.id), each.score) for each in ranker.run(QUERY, documents)["documents"]]
+
+
+@contextlib.contextmanager
+def infinity(url: str, key: str) -> Iterator[Any]:
+    from infinity_client import AuthenticatedClient
+
+    with AuthenticatedClient(base_url=url, token=key, raise_on_unexpected_status=True, timeout=httpx.Timeout(30)) as client:
+        yield client
+
+
+def infinity_embed(url: str, model: str, text: str, key: str, retries: int) -> list[float]:
+    from infinity_client.api.default import embeddings
+    from infinity_client.models import OpenAIEmbeddingInputText
+
+    with infinity(url, key) as client:
+        return embeddings.sync(client=client, body=OpenAIEmbeddingInputText([text], model)).data[0].embedding
+
+
+def infinity_rerank(url: str, model: str, text: str, key: str, retries: int) -> list[tuple[int, float]]:
+    from infinity_client.api.default import rerank
+    from infinity_client.models import RerankInput
+
+    with infinity(url, key) as client:
+        answer = rerank.sync(client=client, body=RerankInput(QUERY, DOCUMENTS, return_documents=True, model=model))
+    assert [each.document for each in answer.results] == [DOCUMENTS[each.index] for each in answer.results]
+    return [(each.index, each.relevance_score) for each in answer.results]
+
+
 def heavy(name: str) -> Callable[..., Any]:
     """A client that is installed apart."""
 
     def run(url: str, model: str, text: str, key: str, retries: int) -> Any:
-        inputs = [QUERY, *DOCUMENTS] if name == "litellm-rerank" else [text]
+        ranks = name.endswith("rerank")
+        inputs = [QUERY, *DOCUMENTS] if ranks else [text]
         script = str(Path(__file__).parents[1] / "clients/heavy.py")
         environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         argv = [str(HEAVY), script, name, url, key, model, str(retries), *inputs]
@@ -208,7 +300,7 @@ def heavy(name: str) -> Callable[..., Any]:
         told = json.loads(done.stdout.splitlines()[-1])
         if "status" in told:
             raise Refused(told["status"], told["error"])
-        return [tuple(each) for each in told["found"]] if name == "litellm-rerank" else told["found"][0]
+        return [tuple(each) for each in told["found"]] if ranks else told["found"][0]
 
     return run
 
@@ -244,6 +336,16 @@ CLIENTS = [
     Client("cohere rerank v1", cohere_rerank_v1, gives="scores"), Client("llama-index", heavy("llama-index"), long=True),
     Client("litellm", heavy("litellm"), long=True),
     Client("litellm rerank", heavy("litellm-rerank"), gives="scores", long=True, comes_back=False),
+    Client("cohere embed v1", cohere_embed_v1, NONE), Client("langchain cohere", heavy("langchain-cohere"), long=True),
+    Client("langchain cohere rerank", heavy("langchain-cohere-rerank"), gives="scores", long=True, comes_back=False),
+    Client("voyage", voyage_embed, NONE), Client("voyage rerank", voyage_rerank, gives="scores"),
+    Client("jina", jina_embed, comes_back=False), Client("jina rerank", jina_rerank, gives="scores", comes_back=False),
+    Client("infinity", infinity_embed, comes_back=False), Client("infinity rerank", infinity_rerank, gives="scores", comes_back=False),
+    *(Client(f"litellm {name}", heavy(f"litellm-{name}"), long=True, comes_back=False) for name in ("infinity", "jina")),
+    *(
+        Client(f"litellm {name} rerank", heavy(f"litellm-{name}-rerank"), gives="scores", long=True, comes_back=False)
+        for name in ("infinity", "jina", "voyage")
+    ),
 ]  # fmt: skip
 every_client = pytest.mark.parametrize(
     "public", [pytest.param(each, id=each.name, marks=pytest.mark.long if each.long else ()) for each in CLIENTS]
@@ -294,7 +396,7 @@ def test_a_client_that_wants_nothing_cut_is_told_what_is_too_long(public: Client
     status, words = refusal(public, cluster, text=LONG, **(public.options or {}))
     assert status == 400
     assert "602 tokens, the limit is 256" in words
-    assert ("texts[0]" if public.name == "cohere embed" else "input[0]") in words
+    assert ("texts[0]" if public.name.startswith("cohere embed") else "input[0]") in words
     assert len(public.call(cluster.url, MINI, LONG, KEY, 0)) == 384
 
 
@@ -403,10 +505,14 @@ def test_relevance_is_from_0_to_1_in_the_order_of_the_scores(client: httpx.Clien
     assert [each["index"] for each in found["results"]] == [index for index, _ in scores]
     assert all(0 <= each["relevance_score"] <= 1 for each in found["results"])
     assert ("document" in found["results"][0]) == (path != "/v2/rerank")
+    assert [[each["index"], each["relevance_score"]] for each in found.get("data", [])] == (
+        [] if path == "/v2/rerank" else [[each["index"], each["relevance_score"]] for each in found["results"]]
+    )
     raw = client.post(path, json={**body, "raw_scores": True, "top_n": 2, "return_documents": True}).json()
     expected = [(index, pytest.approx(score)) for index, score in scores[:2]]
     assert [(each["index"], each["relevance_score"]) for each in raw["results"]] == expected
-    assert raw["results"][0]["document"] == {"text": DOCUMENTS[scores[0][0]]}
+    document = DOCUMENTS[scores[0][0]]
+    assert raw["results"][0]["document"] == (document if path == "/rerank" else {"text": document})
     assert (found["object"], found["model"], found["meta"]["billed_units"]) == ("rerank", model, {"search_units": 1})
     assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"] > 0
 
@@ -452,9 +558,56 @@ def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str)
     assert np.log(found["data"][0][0]["score"] / found["data"][0][1]["score"]) == pytest.approx(raw[0]["score"] - raw[1]["score"], abs=1e-4)
 
 
+def test_infinity_lists_models_and_what_each_can_do(cluster: Cluster) -> None:
+    """Its client takes no other owner than Infinity; at /v1/models the owner is the organisation."""
+    from infinity_client.api.default import classify, models
+    from infinity_client.models import ClassifyInput
+
+    with infinity(cluster.url, KEY) as client:
+        found = {each.id: each for each in models.sync(client=client).data}
+        classes = classify.sync(client=client, body=ClassifyInput([TEXT], "test/classes")).data[0]
+    can = {name: found[name].capabilities for name in (MINI, CROSS, "test/m3", "test/late", "test/classes")}
+    assert can == {
+        MINI: ["embed"], CROSS: ["rerank"], "test/m3": ["embed", "rerank"], "test/late": ["rerank"], "test/classes": ["classify"],
+    }  # fmt: skip
+    assert {(each.backend, str(each.owned_by), *each.stats.additional_properties) for each in found.values()} == {
+        ("torch", "infinity", "queue_absolute")
+    }
+    assert sum(each.score for each in classes) == pytest.approx(1, abs=1e-4)
+
+
+def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: httpx.Client) -> None:
+    """One run: the codes are those of the native route, and a client of Voyage decodes their base64 by itself."""
+    native_slots = {
+        name: client.post(f"/v1/encode/{MINI}", json={"items": [TEXT], "params": {"output_dtype": name}}).json()["items"][0]["dense"]
+        for name in ("int8", "uint8", "ubinary")
+    }
+    body = {"model": MINI, "input": [{"text": TEXT}]}  # an object, as Jina has it
+    for name, slot in native_slots.items():
+        for field in ("embedding_type", "output_dtype"):
+            entry = client.post("/v1/embeddings", json={**body, field: name}).json()["data"][0]
+            assert entry["embedding"] == slot["values"]
+            assert {key: entry[key] for key in ("scale", "offset") if key in entry} == {
+                key: slot[key] for key in ("scale", "offset") if key in slot
+            }
+    as_base64 = client.post("/v1/embeddings", json={**body, "embedding_type": ["base64"]}).json()["data"][0]["embedding"]
+    assert np.array_equal(np.frombuffer(base64.b64decode(as_base64), "<f4"), np.array(native(client, TEXT), np.float32))
+    mixed = client.post("/v1/embeddings", json={"model": MINI, "input": [TEXT, {"text": TEXT}]}).json()["data"]
+    assert mixed[0]["embedding"] == pytest.approx(mixed[1]["embedding"], abs=1e-6)
+    refused = client.post("/v1/embeddings", json={**body, "output_dtype": "int8"}, headers={"accept": "application/octet-stream"})
+    assert refused.json()["detail"]["reason"] == "unsupported_dtype"
+    with voyage(cluster.url, KEY, 0) as api:
+        codes = api.embed([TEXT], model=MINI, output_dtype="ubinary").embeddings[0]
+        assert list(codes) == native_slots["ubinary"]["values"]
+        assert len(api.embed([TEXT], model="test/m3", output_dimension=16).embeddings[0]) == 16
+        query = api.embed([TEXT], model=MINI, input_type="query").embeddings[0]
+    assert np.array_equal(np.array(query, np.float32), native(client, TEXT, is_query=True))
+
+
 def test_errors_have_the_envelope_before_a_route_is_even_reached(cluster: Cluster) -> None:
     """Contract 14, 22.1: a wrong key on the OpenAI route has the lower-case code, on Cohere's the other."""
-    for path, code in (("/v1/embeddings", "unauthenticated"), ("/v1/rerank", "UNAUTHENTICATED"), ("/v2/embed", "UNAUTHENTICATED")):
+    others = [(f"/{path}", "UNAUTHENTICATED") for path in ("v1/rerank", "v1/embed", "v2/embed")]
+    for path, code in (("/v1/embeddings", "unauthenticated"), *others):
         answer = httpx.post(f"{cluster.url}{path}", json={}, trust_env=False)
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["code"]) == (401, code, "UNAUTHENTICATED")
         assert answer.headers["www-authenticate"] == "Bearer"

@@ -25,7 +25,7 @@ from sie_contracts.messages import ConfigExport, RunOptions
 from sie_contracts.runtime.feed import ConfigUnavailable
 from sie_gateway import reply
 from sie_gateway.app import ClientVersions
-from sie_gateway.dialects import cohere, fields, openai, vocabulary
+from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
 
 STREAM = "WORK__default"
 ONE = "toy/one"
@@ -44,6 +44,9 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
         cluster.source.put(toy_entry("toy/ids", openai_token_encoding="cl100k_base"))
         cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
         cluster.source.put(toy_entry("toy/wide", outputs={"sparse": 10}))
+        for name in ("toy/classes", "toy/kinds"):
+            cluster.source.put(toy_entry(name, outputs={"classifications": 0}))
+        cluster.source.put(toy_entry("toy/find", outputs={"entities": 0}, family="gliner"))
         yield cluster
 
 
@@ -74,7 +77,19 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": [[1], "a"]}, "schema", "input[1]"),
     ({"model": ONE, "input": [None]}, "schema", "input[0]"),
     ({"model": ONE, "input": [True]}, "schema", "input[0]"),
-    ({"model": ONE, "input": {"text": "a"}}, "schema", "input"),
+    ({"model": ONE, "input": {"title": "a"}}, "schema", "input[0].text"),
+    ({"model": ONE, "input": ["a", {"text": 3}]}, "schema", "input[1].text"),
+    ({"model": ONE, "input": [{"text": "a"}, [3]]}, "schema", "input[1]"),
+    ({"model": ONE, "input": [{"text": ""}]}, "empty_item", "input[0].text"),
+    ({"model": ONE, "input": [{"image": "data:image/png;base64,aGk="}]}, "unsupported_modality", "input[0]"),
+    ({"model": ONE, "input": [{"url": "http://host/a.png"}]}, "unsupported_modality", "input[0]"),
+    ({"model": ONE, "input": "a", "embedding_type": "int4"}, "unsupported_dtype", "embedding_type"),
+    ({"model": ONE, "input": "a", "embedding_type": ["float", "binary"]}, "unsupported_dtype", "embedding_type"),
+    ({"model": ONE, "input": "a", "output_dtype": "float16"}, "unsupported_dtype", "output_dtype"),
+    ({"model": ONE, "input": "a", "output_dimension": 3}, "bad_dimensions", "output_dimension"),
+    ({"model": ONE, "input": "a", "dimensions": 8, "output_dimension": 4}, "schema", "output_dimension"),
+    ({"model": ONE, "input": "a", "late_chunking": True}, "schema", "late_chunking"),
+    ({"model": ONE, "input": "a", "truncation": "yes"}, "schema", "truncation"),
     ({"model": ONE, "input": [[1], []]}, "empty_item", "input[1]"),
     ({"model": ONE, "input": [[1, 1.5]]}, "schema", "input[0]"),
     ({"model": ONE, "input": [1, -1]}, "bad_token_id", "input[0]"),
@@ -123,14 +138,16 @@ COHERE: list[tuple[Any, str, str]] = [
 ]
 CLASSIFY: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": ["a"]}, "unsupported_task", "model"),
-    ({"model": ONE, "input": []}, "empty_items", "input"),
-    ({"model": ONE, "input": [1]}, "schema", "input[0]"),
+    ({"model": "toy/classes", "input": []}, "empty_items", "input"),
+    ({"model": "toy/classes", "input": [1]}, "schema", "input[0]"),
     ({"input": ["a"]}, "model_required", "model"),
+    ({"model": "default/not-specified", "input": ["a"]}, "model_required", "model"),
 ]
 REFUSED = [
     *(("/v1/embeddings", *case) for case in EMBEDDINGS),
     *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank") for case in RERANK),
     *(("/v2/embed", *case) for case in COHERE),
+    *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version asks for no input type
     *(("/classify", *case) for case in CLASSIFY),
 ]
 
@@ -142,7 +159,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
         told = answer.json()
         code = "invalid_input" if path == "/v1/embeddings" else "INVALID_INPUT"
         error = told["error"]
-        assert (answer.status_code, error["code"], error["reason"], error["param"]) == (400, code, reason, param), told
+        assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (path, body, told)
         assert told["detail"] == error, path
         assert (told["code"], told["message"]) == ("INVALID_INPUT", error["message"])
         assert answer.headers["x-should-retry"] == "false"
@@ -150,12 +167,37 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
     assert cluster.server.streams[STREAM].last_sequence == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v2/embed", "/classify"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/embed", "/v2/embed", "/classify"]
+)
 async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess, path: str) -> None:
     """Contract 5.5."""
     answer = await post(gateway, path, {"model": "toy/on", "input": 3, "documents": 3, "texts": None})
     code = "model_not_found" if path.endswith("embeddings") else "MODEL_NOT_FOUND"
     assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["suggestions"][0]) == (404, code, ONE)
+
+
+async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> None:
+    """Its client, told by `truncation`, prints `detail`, which is a map for everybody else."""
+    for path in ("/v1/rerank", "/v1/embeddings"):
+        for more in ({}, {"truncation": True}):
+            told = (await post(gateway, path, {"model": "toy/on", **more})).json()
+            assert told["detail"] == (told["message"] if more else told["error"])
+
+
+@pytest.mark.parametrize(("path", "model"), [
+    *((f"/tei/toy/find{name}", "toy/find") for name in ("", "/embed", "/embed_sparse", "/embed_all", "/rerank", "/predict", "/similarity")),
+    *((f"/tei/toy/score/{name}", "toy/score") for name in ("embed", "predict")),
+    *((f"/tei/toy/one/{name}", "toy/one") for name in ("rerank", "predict")),
+    *((path, "toy/find") for path in ("/v1/embeddings", "/v1/rerank", "/v1/embed", "/classify")),
+])  # fmt: skip
+async def test_a_route_for_something_else_names_the_route_of_what_the_model_does(gateway: GatewayProcess, path: str, model: str) -> None:
+    """Also where the body has other fields than the route wants: nothing is said of these."""
+    answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
+    verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
+    told = answer.json()
+    assert (answer.status_code, told["detail"]["param"]) == (424 if path.startswith("/tei/") else 400, "model")
+    assert told["message"].endswith(f"; what it does is at POST /v1/{verb}/{model}"), told
 
 
 async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProcess) -> None:
@@ -294,18 +336,18 @@ def test_types_of_cohere_are_those_of_the_contract_and_of_the_worker() -> None:
     """Contract 11: its check values, and the worker's own conversion of random rows, ties and constants."""
     first = np.linspace(-1, 1, 8, dtype=np.float32)[None]
     second = np.array([[0.5, -0.25, 0, 0.125, -1, 0.75, 0.3, -0.0, 1, -0.6]], np.float32)
-    assert cohere.int8(first)[0].tolist() == [[-127, -91, -54, -18, 18, 54, 91, 127]]
-    assert cohere.uint8(first)[0].tolist() == [[0, 36, 73, 109, 146, 182, 219, 255]]
-    assert (cohere.ubinary(first)[0].tolist(), cohere.binary(first)[0].tolist()) == ([[15]], [[-113]])
-    assert cohere.int8(second)[0].tolist() == [[64, -32, 0, 16, -127, 95, 38, 0, 127, -76]]
-    assert cohere.uint8(second)[0].tolist() == [[191, 96, 128, 143, 0, 223, 166, 128, 255, 51]]
-    assert (cohere.ubinary(second)[0].tolist(), cohere.binary(second)[0].tolist()) == ([[150, 128]], [[22, 0]])
+    assert embedding_types.int8(first)[0].tolist() == [[-127, -91, -54, -18, 18, 54, 91, 127]]
+    assert embedding_types.uint8(first)[0].tolist() == [[0, 36, 73, 109, 146, 182, 219, 255]]
+    assert (embedding_types.ubinary(first)[0].tolist(), embedding_types.binary(first)[0].tolist()) == ([[15]], [[-113]])
+    assert embedding_types.int8(second)[0].tolist() == [[64, -32, 0, 16, -127, 95, 38, 0, 127, -76]]
+    assert embedding_types.uint8(second)[0].tolist() == [[191, 96, 128, 143, 0, 223, 166, 128, 255, 51]]
+    assert (embedding_types.ubinary(second)[0].tolist(), embedding_types.binary(second)[0].tolist()) == ([[150, 128]], [[22, 0]])
     ties = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
-    assert cohere.int8(ties)[0].tolist() == [[127, 0, 2, 2, 0, -2, -2]]
-    assert cohere.uint8(np.array([[0, 0.5, 1.5, 2.5, 3.5, 255]], np.float32))[0].tolist() == [[0, 0, 2, 2, 4, 255]]
+    assert embedding_types.int8(ties)[0].tolist() == [[127, 0, 2, 2, 0, -2, -2]]
+    assert embedding_types.uint8(np.array([[0, 0.5, 1.5, 2.5, 3.5, 255]], np.float32))[0].tolist() == [[0, 0, 2, 2, 4, 255]]
     random = np.random.default_rng(3).normal(size=(64, 384)).astype(np.float32)
     rows = np.concatenate([random, np.zeros((1, 384), np.float32), np.full((1, 384), 0.3, np.float32)])
-    for name, convert in (("int8", cohere.int8), ("uint8", cohere.uint8), ("ubinary", cohere.ubinary)):
+    for name, convert in (("int8", embedding_types.int8), ("uint8", embedding_types.uint8), ("ubinary", embedding_types.ubinary)):
         codes, extras = convert(rows)
         expected, scale, offset = dtypes.convert(torch.from_numpy(rows), name)
         assert np.array_equal(codes, expected)

@@ -44,7 +44,8 @@ _BY_PATH: dict[str, Route] = {
     "/v1/rerank": Route("rerank", rerank.v1),
     "/v2/rerank": Route("rerank", rerank.v2),
     "/rerank": Route("rerank", rerank.either),
-    "/v2/embed": Route("embed", cohere.embed),
+    "/v1/embed": Route("embed", cohere.v1),
+    "/v2/embed": Route("embed", cohere.v2),
     **dict.fromkeys(("/v1/classify", "/classify"), Route("classify", infinity.classify)),
 }
 _TEI = "/tei/"

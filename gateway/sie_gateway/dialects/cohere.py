@@ -1,41 +1,42 @@
-"""`POST /v2/embed` as clients of Cohere write it: one run of the model, whose float32 vectors become every type that is asked for."""
+"""`POST /v2/embed` and `POST /v1/embed` as clients of Cohere write them: one run of the model for all types that are asked for.
+
+The first version names no input type for older models, and gives bare lists of numbers where no type is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import orjson
 
-from sie_contracts.arrays import Array
-from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.runtime.http import Body
 from sie_gateway import body as bodies
 from sie_gateway import reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.dialects import fields
-from sie_gateway.dialects.selection import model_for
+from sie_gateway.dialects import embedding_types, fields
+from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
 from sie_gateway.inference import Inference
 
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
-EMBEDDING_TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")
 
 
-async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
-    """`POST /v2/embed`."""
+async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
+    """`POST /v{version}/embed`."""
     body = bodies.decode(raw, msgpack=False)
-    resolved = model_for(inference, call, "embed", body.get("model"))
-    kind = fields.choice(body, "input_type", INPUT_TYPES, "")
+    resolved = able(inference, call, "embed", body.get("model"))
+    kind = fields.choice(body, "input_type", INPUT_TYPES, "search_document" if version == 1 else "")
     if not kind:
         raise fields.refused("input_type", None, f"one of {', '.join(INPUT_TYPES)}")
     name, items = _items(body, inference.max_items(call))
     types = _types(body)
-    params: dict[str, Any] = {**_side(kind, resolved.entry), "output_types": ["dense"], "output_dtype": "float32"}
+    params: dict[str, Any] = {"output_types": ["dense"], "output_dtype": "float32"}
+    params |= fields.side(kind, kind == "search_query", resolved.entry)
     params |= fields.parameters(body, "truncate", "normalize", "options")
     if (width := fields.whole(body, "output_dimension", 1)) is not None:
         params["dimensions"] = width
@@ -43,25 +44,23 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
         params["max_seq_length"] = min(most, resolved.entry.max_tokens)
     with fields.named(output_types="model", dimensions="output_dimension"):
         understood = inference.understand(call, Asked("encode", resolved, items, params, priority=fields.priority(body)))
-    return _answer(call, await inference.execute(call, understood), name, types)
+    return _answer(call, await inference.execute(call, understood), name, types or ["float"], version, bare=version == 1 and not types)
 
 
-def _side(kind: str, entry: ModelEntry) -> dict[str, Any]:
-    """The side of a search that the input is on, and the prompt that the model has for just this use."""
-    is_query = kind == "search_query"
-    prompt = entry.prompts.get(kind)
-    return {"is_query": is_query, **({} if prompt is None else {"query_template" if is_query else "doc_template": prompt})}
+v1 = functools.partial(embed, 1)
+v2 = functools.partial(embed, 2)
 
 
 def _types(body: fields.Body) -> list[str]:
+    """The types that are asked for, empty where none is named."""
     given = body.get("embedding_types")
-    if given is None or given == []:
-        return ["float"]
+    if given is None:
+        return []
     if not isinstance(given, list):
         raise fields.refused("embedding_types", given, "a list")
     for index, each in enumerate(given):
-        if not isinstance(each, str) or each not in EMBEDDING_TYPES:
-            raise fields.refused(f"embedding_types[{index}]", each, f"one of {', '.join(EMBEDDING_TYPES)}", "unsupported_dtype")
+        if not isinstance(each, str) or each not in embedding_types.TYPES:
+            raise fields.refused(f"embedding_types[{index}]", each, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
     return list(dict.fromkeys(given))
 
 
@@ -101,25 +100,28 @@ def _content(value: Any, path: str) -> Item:
 # what goes out
 
 
-def _answer(call: Call, finished: Finished, name: str, types: Sequence[str]) -> Answer:
+def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], version: int, *, bare: bool) -> Answer:
+    """`bare`: vectors alone, without the name of their type."""
     vectors = finished.arrays(name, "dense")
     timing = finished.timing(call)
     parts: list[Body] = []
     scales: dict[str, dict[str, list[float]]] = {}
     for kind in types:
-        rows, extras = _converted(vectors, kind)
+        rows, extras = embedding_types.converted(vectors, kind)
         if extras:
             scales[kind] = extras
-        before = f'"{kind}":['.encode()
-        parts += [b"," if parts else b'{"embeddings":{', reply.listed(rows, len(rows) * vectors[0].size, before)]
+        before = b"[" if bare else f'"{kind}":['.encode()
+        start = b'{"embeddings":' if bare else b'{"embeddings":{'
+        parts += [b"," if parts else start, reply.listed(rows, len(rows) * vectors[0].size, before)]
     tokens = finished.usage["total_tokens"]
     rest: dict[str, Any] = {
-        "id": str(uuid4()), "response_type": "embeddings_by_type", "texts": [item.text for item in finished.request.items],
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}}, **finished.shared(call, timing),
+        "id": str(uuid4()), "response_type": "embeddings_floats" if bare else "embeddings_by_type",
+        "texts": [item.text for item in finished.request.items],
+        "meta": {"api_version": {"version": str(version)}, "billed_units": {"input_tokens": tokens}}, **finished.shared(call, timing),
     }  # fmt: skip
     if scales:
         rest["embeddings_scale"] = scales
-    parts.append(b"}," + orjson.dumps(rest)[1:])
+    parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:])
     return Answer(_Chain(parts), "application/json", finished.headers(timing))
 
 
@@ -135,48 +137,3 @@ class _Chain:
                 yield part
             else:
                 yield from part
-
-
-def _converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Each vector as `kind`, a view where nothing is computed; and by name, for each vector, what its codes are to be read with."""
-    if kind == "float":
-        return list(vectors), {}
-    if kind == "base64":
-        return [vector.data for vector in vectors], {}
-    rows: list[Any] = []
-    extras: dict[str, list[float]] = {}
-    step = max(1, reply.PIECE_VALUES // vectors[0].size)
-    for start in range(0, len(vectors), step):
-        codes, found = _CODES[kind](np.stack(vectors[start : start + step]))
-        rows += list(codes)
-        for name, values in found.items():
-            extras.setdefault(name, []).extend(values[:, 0].tolist())
-    return rows, extras
-
-
-def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Codes of float32 [rows, width] in -127..127, half to even; x is about code * scale. All of it in float32 (contract 11)."""
-    largest = np.abs(vectors).max(axis=1, keepdims=True)
-    codes = np.rint(vectors / np.where(largest > 0, largest, np.float32(1)) * np.float32(127)).astype(np.int8)
-    return codes, {"scale": largest / np.float32(127)}
-
-
-def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Codes of float32 [rows, width] in 0..255, half to even; x is about code * scale + offset."""
-    low = vectors.min(axis=1, keepdims=True)
-    extent = vectors.max(axis=1, keepdims=True) - low
-    codes = np.rint((vectors - low) / np.where(extent > 0, extent, np.float32(1)) * np.float32(255)).astype(np.uint8)
-    return codes, {"scale": extent / np.float32(255), "offset": low}
-
-
-def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """A bit for each x > 0, eight to a byte, the first one highest."""
-    return np.packbits(vectors > 0, axis=1), {}
-
-
-def binary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """The same bytes less 128."""
-    return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8), {}
-
-
-_CODES: dict[str, Callable[[Array], tuple[Array, dict[str, Array]]]] = {"int8": int8, "uint8": uint8, "ubinary": ubinary, "binary": binary}

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Priority
 from sie_contracts.options import describe
@@ -84,6 +85,12 @@ def priority(body: Body) -> Priority | None:
     """What a number from 0 to 999 asks for."""
     value = whole(body, "priority", 0, 999)
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
+
+
+def side(use: str, is_query: bool, entry: ModelEntry) -> dict[str, Any]:
+    """The side of a search that inputs are on, and the prompt that the model has for just this use."""
+    prompt = entry.prompts.get(use)
+    return {"is_query": is_query, **({} if prompt is None else {"query_template" if is_query else "doc_template": prompt})}
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
-"""`POST /classify` as Infinity has it: the classes that a classifier gives each text. Its other routes are those of OpenAI and Jina."""
+"""What Infinity has of its own: `POST /classify`, the classes that a classifier gives each text, and who owns the models of `GET /models`.
+
+Its other routes are those of OpenAI and Jina.
+"""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 from uuid import uuid4
 
 import orjson
@@ -10,17 +14,21 @@ import orjson
 from sie_gateway import body as bodies
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, tei
-from sie_gateway.dialects.selection import model_for
+from sie_gateway.dialects.selection import able
 from sie_gateway.inference import Inference
+
+
+def owned(info: dict[str, Any]) -> dict[str, Any]:
+    """A ModelInfo as `/models` without a version has it: Infinity's client takes no other owner than Infinity."""
+    return {**info, "owned_by": "infinity"}
 
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /classify`: all classes of each text, best first."""
     body = bodies.decode(raw, msgpack=False)
-    resolved = model_for(inference, call, "predict", body.get("model"))
+    resolved = able(inference, call, "predict", body.get("model"))
     given = body.get("input")
     items = fields.items([given] if isinstance(given, str) else given, "input", inference.max_items(call))
-    tei.check_classifier(resolved.entry)
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
     finished = await inference.run(call, Asked("extract", resolved, items, params))
     data = tei.classes(finished, "input")

@@ -1,4 +1,7 @@
-"""`POST /v1/embeddings` as OpenAI's clients and all that build on them write it: texts or token ids in, dense vectors out, often base64."""
+"""`POST /v1/embeddings` as OpenAI's clients and all that build on them write it: texts or token ids in, dense vectors out, often base64.
+
+Jina and Voyage have the same route with more fields: inputs that are objects, types of the vectors, the side of a search, truncation.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from typing import Any
 import orjson
 
 from sie_contracts import options
-from sie_contracts.catalogue import Resolved
+from sie_contracts.catalogue import ModelEntry, Resolved
 from sie_contracts.errors import InvalidInput, SIEError, envelope
 from sie_contracts.messages import RunOptions
 from sie_gateway import body as bodies
 from sie_gateway import reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.dialects import fields, native, vocabulary
-from sie_gateway.dialects.selection import model_for
+from sie_gateway.dialects import embedding_types, fields, native, vocabulary, voyage
+from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.inference import Inference
 from sie_gateway.quota import Charge
@@ -39,15 +42,17 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
     body = bodies.decode(raw, msgpack=False)
-    resolved = model_for(inference, call, "embed", body.get("model"))
-    if "encode" not in resolved.entry.tasks:
-        message = f"{resolved.entry.id} gives no vectors, it does {', '.join(resolved.entry.tasks)}"
-        raise InvalidInput(message, reason="unsupported_output", param="model")
-    is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
+    cut = voyage.truncation(call, body)
+    resolved = able(inference, call, "embed", body.get("model"))
+    kind, is_base64 = _type(body)
     items = await _items(body, resolved, inference.max_items(call))
     format_ = reply.wanted(call.headers.get("accept", ""), raw=True, msgpack=False)
-    with fields.named(output_types="model"):
-        understood = inference.understand(call, Asked("encode", resolved, items, _parameters(body)))
+    if format_ in ("raw", "arrow") and kind != "float":
+        message = f"Accept: {format_} replies hold float32 here; /v1/encode gives them in other types"
+        raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
+    parameters = cut | _parameters(body, resolved.entry)
+    with fields.named(output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})):
+        understood = inference.understand(call, Asked("encode", resolved, items, parameters))
     if format_ == "raw":
         native.check_raw(understood.options.run)
     await _check_tokens(inference, call, understood)
@@ -57,20 +62,56 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     if format_ == "arrow":
         finished.check("input")
         return native.arrow_answer(call, finished)
-    return _answer(call, finished, is_base64=is_base64)
+    return _answer(call, finished, kind, is_base64=is_base64)
 
 
-def _parameters(body: fields.Body) -> dict[str, Any]:
+def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
+    """The parameters in our terms: those of OpenAI, ours, and what Jina and Voyage call otherwise."""
     given = fields.parameters(body, "dimensions", "input_type", "is_query", "instruction", "truncate", "normalize", "options")
+    for name in ("late_chunking", "return_multivector"):
+        if fields.flag(body, name):
+            raise InvalidInput(f"{name}: expected false or null, this route gives one vector for each input", reason="schema", param=name)
+    if given.get("dimensions") == 0:  # as Infinity's client says that it wants all of them
+        del given["dimensions"]
+    width = fields.whole(body, "output_dimension", 1)
+    if width is not None and given.setdefault("dimensions", width) != width:
+        raise fields.refused("output_dimension", width, "the value of dimensions, or none")
+    if body.get("normalized") is not None:
+        given.setdefault("normalize", fields.flag(body, "normalized"))
+    if body.get("task") is not None:
+        task = fields.text(body, "task")
+        given = {**fields.side(task, task.endswith(".query"), entry), **given}
     return {**given, "output_types": ["dense"], "output_dtype": "float32"}
+
+
+def _type(body: fields.Body) -> tuple[str, bool]:
+    """The type of the vectors, by its name at Jina or at Voyage, and whether they come as base64 of their bytes."""
+    is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
+    names = [name for name in ("embedding_type", "output_dtype") if body.get(name) is not None]
+    if not names:
+        return "float", is_base64
+    name, given = names[0], body[names[0]]
+    if isinstance(given, list) and len(given) == 1:
+        given = given[0]
+    if isinstance(given, list):
+        raise fields.refused(name, given, "one type; /v2/embed gives several at once", "unsupported_dtype")
+    kind = "float" if given == "float32" else given
+    if not isinstance(kind, str) or kind not in embedding_types.TYPES:
+        raise fields.refused(name, given, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
+    return ("float", True) if kind == "base64" else (kind, is_base64)
 
 
 # what comes in
 
 
 async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Item, ...]:
-    """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts."""
+    """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts.
+
+    Jina has objects: `{"text": ...}` beside plain texts, and images, which no model here takes.
+    """
     given = body.get("input")
+    if isinstance(given, dict):
+        given = [given]
     is_image = fields.choice(body, "modality", ("text", "image"), "text") == "image"
     encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
     if isinstance(given, str):
@@ -79,9 +120,11 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
     elif isinstance(given, list) and given and type(given[0]) is int:
         given = [given]
     inputs = fields.inputs(given, "input", limit)
+    if any(type(each) is dict for each in inputs):
+        return tuple(_object(each, f"input[{index}]") for index, each in enumerate(inputs))
     first = inputs[0]
     if not isinstance(first, str | list):
-        raise fields.refused("input[0]", first, "a string or a list of token ids")
+        raise fields.refused("input[0]", first, "a string, a list of token ids, or an object with text")
     for index, each in enumerate(inputs):
         path = f"input[{index}]"
         if isinstance(each, str) != isinstance(first, str) or not isinstance(each, str | list):
@@ -102,6 +145,20 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
         return tuple(Item(None, tokens=each) for each in ids)
     await asyncio.to_thread(vocabulary.load, encoding)  # kept from then on
     return tuple(Item(vocabulary.decode(encoding, each, f"input[{index}]")) for index, each in enumerate(ids))
+
+
+def _object(value: Any, path: str) -> Item:
+    """An input of a request that has objects: a text or an image, under the names that Jina has for them."""
+    if isinstance(value, str):
+        value = {"text": value}
+    if not isinstance(value, dict):
+        raise fields.refused(path, value, "a string, or an object with text, as others of this request are")
+    if isinstance(text := value.get("text"), str):
+        _check_text(text, f"{path}.text")
+        return Item(text)
+    if text is None and any(value.get(name) is not None for name in ("image", "bytes", "url")):
+        return Item(None, modalities=("image",))
+    raise fields.refused(f"{path}.text", text, "a string")
 
 
 def _check_text(text: str, path: str) -> None:
@@ -151,13 +208,16 @@ def _most_bytes(text: str) -> int:
 # what goes out
 
 
-def _answer(call: Call, finished: Finished, *, is_base64: bool) -> Answer:
-    vectors = finished.arrays("input", "dense")
+def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> Answer:
+    rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     timing = finished.timing(call)
     data = [
-        {"object": "embedding", "index": index, "embedding": vector.data if is_base64 else vector}  # written as base64, or as a list
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}  # written as base64, or as a list
+        for index, row in enumerate(rows)
     ]
+    for name, values in extras.items():
+        for entry, value in zip(data, values, strict=True):
+            entry[name] = value
     after = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(call, timing)})
     body = reply.listed(data, finished.values, b'{"object":"list","data":[', b"]," + after[1:])
     return Answer(body, "application/json", finished.headers(timing))

@@ -1,4 +1,5 @@
-"""Rerank as clients of Jina and of Cohere (v1, v2) write it: one reply that all of them read. `/rerank` is also TEI's, told by its body."""
+"""Rerank as clients of Jina, of Cohere (v1, v2) and of Voyage write it: one reply that all of them read. `/rerank` is Infinity's, and TEI's
+where its body says so."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from sie_contracts.errors import InvalidInput
 from sie_gateway import body as bodies
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.dialects import fields, tei
+from sie_gateway.dialects import fields, tei, voyage
 from sie_gateway.dialects.scores import scored
-from sie_gateway.dialects.selection import model_for
+from sie_gateway.dialects.selection import able
 from sie_gateway.finished import Finished
 from sie_gateway.inference import Inference
 
@@ -30,7 +31,7 @@ async def either(inference: Inference, call: Call, raw: bytes) -> Answer:
     if body.get("texts") is not None:
         call.shape = tei.shape
         return await tei.rerank(inference, call, raw)
-    return await _rerank(inference, call, body, version=1)
+    return await _rerank(inference, call, body, version=1, root=True)
 
 
 async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
@@ -42,21 +43,23 @@ v1 = functools.partial(rerank, 1)
 v2 = functools.partial(rerank, 2)
 
 
-async def _rerank(inference: Inference, call: Call, body: fields.Body, *, version: int) -> Answer:
-    resolved = model_for(inference, call, "rerank", body.get("model"))
+async def _rerank(inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False) -> Answer:
+    """`root`: without a version in the path a document is answered as a string, which is how Infinity has it."""
+    cut = voyage.truncation(call, body)
+    resolved = able(inference, call, "rerank", body.get("model"))
     query = Item(fields.text(body, "query"))
     items = _documents(body, inference.max_items(call))
     count = fields.whole(body, "top_n" if body.get("top_n") is not None else "top_k", 1)
     with_documents = fields.flag(body, "return_documents", default=version == 1)
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MOST_TOKENS_PER_DOC) or MAX_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
-    parameters = fields.parameters(body, "instruction", "truncate", "options")
+    parameters = cut | fields.parameters(body, "instruction", "truncate", "options")
     asked = Asked("score", resolved, items, parameters, query, fields.priority(body))
     warnings = []
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
     finished = await scored(inference, call, asked, raw=is_raw, document_tokens=document_tokens)
-    return _answer(call, finished, version=version, count=count, with_documents=with_documents, warnings=warnings)
+    return _answer(call, finished, version=version, root=root, count=count, with_documents=with_documents, warnings=warnings)
 
 
 def _documents(body: fields.Body, limit: int) -> tuple[Item, ...]:
@@ -90,15 +93,16 @@ def _document(value: Any, path: str, names: list[str] | None) -> Item:
 
 
 def _answer(
-    call: Call, finished: Finished, *, version: int, count: int | None, with_documents: bool, warnings: list[str]
+    call: Call, finished: Finished, *, version: int, root: bool, count: int | None, with_documents: bool, warnings: list[str]
 ) -> Answer:  # fmt: skip
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("documents")]
     items = finished.request.items
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
-    results = [
-        {"index": index, "relevance_score": scores[index], **({"document": {"text": items[index].text}} if with_documents else {})}
-        for index in order
-    ]
+    ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
+    results: list[dict[str, Any]] = ranked
+    if with_documents:
+        texts = (items[index].text for index in order)
+        results = [{**each, "document": text if root else {"text": text}} for each, text in zip(ranked, texts, strict=True)]
     timing = finished.timing(call)
     shared = finished.shared(call, timing)
     if warnings:
@@ -109,6 +113,7 @@ def _answer(
         "tokens": {"input_tokens": tokens, "output_tokens": 0},
     }  # fmt: skip
     content: Mapping[str, Any] = {
-        "id": str(uuid4()), "object": "rerank", "model": finished.request.resolved.requested, "results": results, "meta": meta, **shared
+        "id": str(uuid4()), "object": "rerank", "model": finished.request.resolved.requested, "results": results, "meta": meta, **shared,
+        **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
     }  # fmt: skip
     return Answer(orjson.dumps(content), "application/json", finished.headers(timing))

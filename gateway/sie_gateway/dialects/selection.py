@@ -21,6 +21,35 @@ _CAN: dict[Capability, Callable[[ModelEntry], bool]] = {
 }
 
 
+_VERBS: dict[Capability, str] = {
+    "embed": "encode", "embed_sparse": "encode", "embed_all": "encode", "rerank": "score", "predict": "extract",
+}  # fmt: skip
+_MISSING = {"encode": "gives no vectors", "score": "gives no scores", "extract": "has no classes of its own to predict"}
+
+
+NOT_NAMED = "default/not-specified"  # what Infinity's client sends where its user names no model
+
+
+def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
+    """The model that `model_for` chooses, if it has the task that the route is for.
+
+    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task, which names the route of what the model does, and what
+    `model_for` raises. To be called before the fields of the body are read: these are named otherwise where the model does something else.
+    """
+    resolved = model_for(inference, call, capability, named)
+    if _VERBS[capability] not in resolved.entry.tasks or (capability == "predict" and not classifies(resolved.entry)):
+        raise unable(resolved, capability)
+    return resolved
+
+
+def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
+    """What to say of a model that a route is not for: where what it does is served."""
+    verb = _VERBS[capability]
+    routes = " and ".join(f"POST /v1/{task}/{resolved.requested}" for task in resolved.entry.tasks)
+    message = f"{resolved.requested} {_MISSING[verb]}; what it does is at {routes}"
+    return InvalidInput(message, reason="unsupported_output" if verb == "encode" else "unsupported_task", param="model")
+
+
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
     """The model of the path, else `named` (of the body), else that of SIE_DEFAULT_MODELS, else the only one that can.
 
@@ -30,7 +59,7 @@ def model_for(inference: Inference, call: Call, capability: Capability, named: A
         return call.resolved
     if named is not None and not isinstance(named, str):
         raise InvalidInput(f"model: expected a string, got {describe(named)}", reason="schema", param="model")
-    if named:
+    if named and named != NOT_NAMED:
         return inference.resolve(named, call)
     defaults = inference.default_models
     if default := defaults.get(capability, defaults.get("embed") if capability == "embed_all" else None):

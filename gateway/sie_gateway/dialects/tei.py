@@ -15,7 +15,7 @@ import orjson
 import sie_contracts
 from sie_contracts import options
 from sie_contracts.arrays import Array
-from sie_contracts.catalogue import ModelEntry, classifies
+from sie_contracts.catalogue import ModelEntry, Resolved, classifies, widths
 from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
 from sie_gateway import body as bodies
 from sie_gateway import reply
@@ -23,7 +23,7 @@ from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.scores import scored
-from sie_gateway.dialects.selection import Capability, model_for
+from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.finished import Finished
 from sie_gateway.inference import Inference
 
@@ -117,9 +117,8 @@ Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
 
 
 async def _encode(
-    inference: Inference, call: Call, body: Mapping[str, Any], capability: Capability, items: tuple[Item, ...], params: Mapping[str, Any]
+    inference: Inference, call: Call, resolved: Resolved, capability: Capability, items: tuple[Item, ...], params: Mapping[str, Any]
 ) -> Finished:
-    resolved = model_for(inference, call, capability, body.get("model"))
     output = "sparse" if capability == "embed_sparse" else "dense"
     merged = {**_parameters(params, resolved.entry), "output_types": [output], "dimensions": params.get("dimensions")}
     if capability == "embed":
@@ -134,21 +133,24 @@ async def _encode(
 async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Dense vectors: a list of them, for a single input too."""
     body = _body(raw)
-    finished = await _encode(inference, call, body, "embed", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    resolved = able(inference, call, "embed", body.get("model"))
+    finished = await _encode(inference, call, resolved, "embed", _inputs(body.get("inputs"), inference.max_items(call)), body)
     return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
 
 async def embed_all(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The states of all tokens, not pooled and not normalised."""
     body = _body(raw)
-    finished = await _encode(inference, call, body, "embed_all", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    resolved = able(inference, call, "embed_all", body.get("model"))
+    finished = await _encode(inference, call, resolved, "embed_all", _inputs(body.get("inputs"), inference.max_items(call)), body)
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
 async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Sparse vectors: index and weight of each word of the vocabulary that has one."""
     body = _body(raw)
-    finished = await _encode(inference, call, body, "embed_sparse", _inputs(body.get("inputs"), inference.max_items(call)), body)
+    resolved = able(inference, call, "embed_sparse", body.get("model"))
+    finished = await _encode(inference, call, resolved, "embed_sparse", _inputs(body.get("inputs"), inference.max_items(call)), body)
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
     return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
@@ -162,6 +164,7 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
 async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Cosine of one sentence with each of others."""
     body = _body(raw)
+    resolved = able(inference, call, "embed", body.get("model"))
     given = body.get("inputs")
     if not isinstance(given, dict):
         raise fields.refused("inputs", given, "a map with source_sentence and sentences")
@@ -173,7 +176,7 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
     if parameters is not None and not isinstance(parameters, dict):
         raise fields.refused("parameters", parameters, "a map or null")
     items = (Item(bodies.utf8(source, "inputs.source_sentence")), *sentences)
-    finished = await _encode(inference, call, body, "embed", items, parameters or {})
+    finished = await _encode(inference, call, resolved, "embed", items, parameters or {})
     vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
     return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
 
@@ -181,11 +184,11 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
 async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Texts by their relevance to a query, best first."""
     body = _body(raw)
+    resolved = able(inference, call, "rerank", body.get("model"))
     query, texts = body.get("query"), body.get("texts")
     if not isinstance(query, str):
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
-    resolved = model_for(inference, call, "rerank", body.get("model"))
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
     asked = Asked("score", resolved, items, {"params": _parameters(body, resolved.entry)}, Item(bodies.utf8(query, "query")))
     finished = await scored(inference, call, asked, raw=is_raw)
@@ -199,6 +202,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
 async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
     body = _body(raw)
+    resolved = able(inference, call, "predict", body.get("model"))
     given = body.get("inputs")
     is_single = isinstance(given, str) or (isinstance(given, list) and 0 < len(given) <= 2 and all(isinstance(each, str) for each in given))
     batch = [[given] if isinstance(given, str) else given] if is_single else given
@@ -210,18 +214,10 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
             raise fields.refused(path, each, "a text, or a list of one text or of two")
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(Item(texts[0], pair=texts[1] if len(texts) == 2 else None))
-    resolved = model_for(inference, call, "predict", body.get("model"))
-    check_classifier(resolved.entry)
     params = {**_parameters(body, resolved.entry), "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)}}
     finished = await inference.run(call, Asked("extract", resolved, tuple(items), {"params": params}))
     found = classes(finished, "inputs")
     return _answer(call, finished, found[0] if is_single else found)
-
-
-def check_classifier(entry: ModelEntry) -> None:
-    """Raises InvalidInput for a model without classes of its own."""
-    if not classifies(entry):
-        raise InvalidInput(f"{entry.id} has no classes of its own to predict", reason="unsupported_task", param="model")
 
 
 def classes(finished: Finished, name: str) -> list[list[dict[str, Any]]]:
@@ -282,12 +278,17 @@ async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
     given = body.get("inputs")
     if isinstance(given, dict) and "source_sentence" in given:
         return await similarity(inference, call, raw)
-    entry = model_for(inference, call, "embed", body.get("model")).entry
-    if "dense" in entry.outputs:
+    resolved = model_for(inference, call, "embed", body.get("model"))
+    entry = resolved.entry
+    if "dense" in widths(entry, resolved.run):
         return await embed(inference, call, raw)
     if "sparse" in entry.outputs:
         return await embed_sparse(inference, call, raw)
-    return await (predict if classifies(entry) else rerank)(inference, call, raw)
+    if classifies(entry):
+        return await predict(inference, call, raw)
+    if "score" in entry.tasks and ("query" in body or "encode" not in entry.tasks):
+        return await rerank(inference, call, raw)
+    raise unable(resolved, "embed")
 
 
 async def info(inference: Inference, call: Call, raw: bytes) -> Answer:

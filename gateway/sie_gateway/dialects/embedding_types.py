@@ -1,0 +1,61 @@
+"""The types of a vector that Cohere, Jina and Voyage name: one run of the model, whose float32 vectors become each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sie_contracts.arrays import Array
+from sie_gateway import reply
+
+TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")
+
+
+def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
+    """Each vector as `kind`, a view where nothing is computed; and by name, for each vector, what its codes are to be read with.
+
+    `base64` is little-endian float32, the bytes of the vector.
+    """
+    if kind == "float":
+        return list(vectors), {}
+    if kind == "base64":
+        return [vector.data for vector in vectors], {}
+    rows: list[Any] = []
+    extras: dict[str, list[float]] = {}
+    step = max(1, reply.PIECE_VALUES // vectors[0].size)
+    for start in range(0, len(vectors), step):
+        codes, found = _CODES[kind](np.stack(vectors[start : start + step]))
+        rows += list(codes)
+        for name, values in found.items():
+            extras.setdefault(name, []).extend(values[:, 0].tolist())
+    return rows, extras
+
+
+def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
+    """Codes of float32 [rows, width] in -127..127, half to even; x is about code * scale. All of it in float32 (contract 11)."""
+    largest = np.abs(vectors).max(axis=1, keepdims=True)
+    codes = np.rint(vectors / np.where(largest > 0, largest, np.float32(1)) * np.float32(127)).astype(np.int8)
+    return codes, {"scale": largest / np.float32(127)}
+
+
+def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
+    """Codes of float32 [rows, width] in 0..255, half to even; x is about code * scale + offset."""
+    low = vectors.min(axis=1, keepdims=True)
+    extent = vectors.max(axis=1, keepdims=True) - low
+    codes = np.rint((vectors - low) / np.where(extent > 0, extent, np.float32(1)) * np.float32(255)).astype(np.uint8)
+    return codes, {"scale": extent / np.float32(255), "offset": low}
+
+
+def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
+    """A bit for each x > 0, eight to a byte, the first one highest."""
+    return np.packbits(vectors > 0, axis=1), {}
+
+
+def binary(vectors: Array) -> tuple[Array, dict[str, Array]]:
+    """The same bytes less 128."""
+    return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8), {}
+
+
+_CODES: dict[str, Callable[[Array], tuple[Array, dict[str, Array]]]] = {"int8": int8, "uint8": uint8, "ubinary": ubinary, "binary": binary}

@@ -1,0 +1,23 @@
+"""What Voyage has of its own on the routes that it shares with OpenAI and Jina: `truncation`, and errors whose `detail` is a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sie_contracts.errors import SIEError, envelope
+from sie_gateway.call import Call
+from sie_gateway.dialects import fields
+
+
+def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+    """The envelope with a text in `detail`: Voyage's client prints it, and fails at a map."""
+    return error.status, {**envelope(error, request_id, errors), "detail": error.message}
+
+
+def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
+    """What `truncation` means in our terms, nothing where `truncate` says it. Its client always sends it: errors have its shape then."""
+    if body.get("truncation") is None:
+        return {}
+    cuts = fields.flag(body, "truncation")
+    call.shape = shape
+    return {} if body.get("truncate") is not None else {"truncate": "END" if cuts else "NONE"}
