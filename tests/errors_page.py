@@ -9,7 +9,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sie_contracts.errors import AllItemsFailed, InferenceFailed, InvalidInput, QueueFull, SIEError, catalogue, envelope
+from sie_contracts.errors import (
+    AllItemsFailed,
+    InferenceFailed,
+    InvalidInput,
+    LoraLoadFailed,
+    QueueFull,
+    SIEError,
+    catalogue,
+    envelope,
+)  # fmt: skip
 from sie_gateway.dialects import tei
 from sie_sdk.errors import codes
 
@@ -21,6 +30,9 @@ CONFIG_ONLY = ("CONTENT_CONFLICT", "VALIDATION_ERROR", "IDEMPOTENCY_MISMATCH")
 
 def _rows(leaf: type[SIEError]) -> Iterator[SIEError]:
     """An example of each status that a code has."""
+    if issubclass(leaf, LoraLoadFailed):
+        yield from (leaf("m", reason=reason) for reason in ("lora_rejected", "lora_not_found", ""))
+        return
     if not issubclass(leaf, AllItemsFailed):
         yield leaf("m")
         return

@@ -15,7 +15,7 @@ import torch
 
 from sie_adapter import device as devices
 from sie_adapter.batch import BatchRun
-from sie_adapter.failure import is_device_fatal, is_out_of_memory, lora_failed
+from sie_adapter.failure import is_device_fatal, is_out_of_memory, lora_failed, lora_of_entry, lora_rejected
 from sie_adapter.frontier import Frontier, frontier_key
 from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
@@ -26,9 +26,10 @@ from sie_adapter.remedies import Remedies
 from sie_adapter.residency import Residency
 from sie_adapter.spoilt import afresh
 from sie_adapter.weights import WeightSources
+from sie_adapter.weights.sources import named_loras
 from sie_contracts import ipc
 from sie_contracts.catalogue import Resolved
-from sie_contracts.errors import InternalFailure, SIEError
+from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
 from sie_contracts.ipc import Refused, Reply, RunBatch
 from sie_contracts.settings import Settings
 
@@ -121,12 +122,14 @@ class Engine:
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
-                raise lora_failed(lora, f"{model} takes none")
+                raise lora_rejected(lora, f"{model} takes none")
             try:
                 located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
                 digest = str(afresh(loras.load, lora, located.folder, self._settings.max_loras_per_model))
                 loras.leases = {name: lease for name, lease in {**loras.leases, lora: located.lease}.items() if name in loras.names()}
                 return digest
+            except LoraLoadFailed as error:
+                raise lora_of_entry(error) if lora in named_loras(resident.resolved.entry) else error from None
             except SIEError:
                 raise
             except Exception as error:

@@ -15,8 +15,27 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """A failure to load a LoRA; its name may be a client's."""
-    return LoraLoadFailed(f"the LoRA {name[:200]} could not be loaded: {cause}", extras={"lora_id": name[:200]})
+    """A failure to load a LoRA that is no fault of who named it; its name may be a client's."""
+    return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
+
+
+def lora_rejected(name: str, cause: str) -> LoraLoadFailed:
+    """A LoRA that this model can never take."""
+    return LoraLoadFailed(_lora_message(name, cause), reason="lora_rejected", extras={"lora_id": name[:200]})
+
+
+def lora_not_found(name: str, cause: str) -> LoraLoadFailed:
+    """A LoRA that is nowhere where one is looked for."""
+    return LoraLoadFailed(_lora_message(name, cause), reason="lora_not_found", extras={"lora_id": name[:200]})
+
+
+def lora_of_entry(error: LoraLoadFailed) -> LoraLoadFailed:
+    """The failure of a LoRA that the model's entry names: no fault of the client's."""
+    return LoraLoadFailed(error.message, extras=error.extras)
+
+
+def _lora_message(name: str, cause: str) -> str:
+    return f"the LoRA {name[:200]} could not be loaded: {cause}"
 
 
 # What torch's allocator, the mapping of a file, oneDNN and C++ say on a CPU: all of it in a bare RuntimeError, so the text is all there is.

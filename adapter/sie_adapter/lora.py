@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
-from sie_adapter.failure import lora_failed
+from sie_adapter.failure import lora_rejected
 from sie_contracts.errors import LoraLoading
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
@@ -94,9 +94,9 @@ class Loras:
             with acting(pairs):
                 changed = self._run()
         if not torch.isfinite(changed).all():
-            raise lora_failed(name, "its output is not finite")
+            raise lora_rejected(name, "its output is not finite")
         if torch.equal(plain, changed):
-            raise lora_failed(name, "it does not change the output of the model")
+            raise lora_rejected(name, "it does not change the output of the model")
         with self._lock:
             self._kept[name] = pairs, digest
             while len(self._kept) > most:
@@ -127,7 +127,7 @@ class Loras:
         config = read_json(folder / _CONFIG)
         file = folder / _WEIGHTS
         if config.get("peft_type") != "LORA" or not file.is_file():
-            raise lora_failed(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
+            raise lora_rejected(name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors")
         _check_config(name, config)
         layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
         halves: dict[str, dict[str, Tensor]] = {}
@@ -135,10 +135,10 @@ class Loras:
             path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             path = self._resolved(path, layers)
             if half not in ("lora_A", "lora_B") or not path:
-                raise lora_failed(name, f"{key} belongs to no linear layer of this model")
+                raise lora_rejected(name, f"{key} belongs to no linear layer of this model")
             halves.setdefault(path, {})[half] = tensor
         if not halves:
-            raise lora_failed(name, "it holds no matrices")
+            raise lora_rejected(name, "it holds no matrices")
         return {path: self._scaled(name, path, layers[path], each, config) for path, each in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
@@ -151,17 +151,17 @@ class Loras:
 
     def _scaled(self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if set(halves) != {"lora_A", "lora_B"}:
-            raise lora_failed(name, f"{path} has only one of its two matrices")
+            raise lora_rejected(name, f"{path} has only one of its two matrices")
         first, second = halves["lora_A"], halves["lora_B"]
         rank = len(first)
         if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
             widths = f"{layer.in_features} to {layer.out_features}"
-            raise lora_failed(name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}")
+            raise lora_rejected(name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}")
         ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
         if rank not in ranks:
-            raise lora_failed(name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}")
+            raise lora_rejected(name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}")
         if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
-            raise lora_failed(name, f"the matrices of {path} are not finite")
+            raise lora_rejected(name, f"the matrices of {path} are not finite")
         scale = float(config.get("lora_alpha", _ALPHA)) / (rank**0.5 if config.get("use_rslora") else rank)
         device, dtype = self._compute.device, self._compute.dtype
         return first.to(device, dtype), (second.float() * scale).to(device, dtype)
@@ -189,12 +189,12 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     """Raises LoraLoadFailed for a configuration by which more than the two matrices of each layer change the numbers."""
     unsupported = sorted(key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"})
     if unsupported:
-        raise lora_failed(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
+        raise lora_rejected(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
     if config.get("bias", "none") != "none":
-        raise lora_failed(name, "it changes biases, which is not supported")
+        raise lora_rejected(name, "it changes biases, which is not supported")
     if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
         cause = f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
-        raise lora_failed(name, cause)
+        raise lora_rejected(name, cause)
 
 
 @contextlib.contextmanager

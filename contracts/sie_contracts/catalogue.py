@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -321,9 +321,14 @@ class Catalogue:
         """By id: exact, else the only one that differs in case alone."""
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
-    def near(self, name: str, count: int = 3) -> list[str]:
-        """The ids most like `name`, best first; a name without its organisation is enough."""
-        return self._names.near(name, count)
+    def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
+        """The ids most like `name`, best first; a name without its organisation is enough. Only `able` models and their aliases."""
+
+        def keep(found: str) -> bool:
+            entry = self.entries.get(found) or self.entries.get(self.aliases[found].heaviest.model.partition(":")[0])
+            return entry is not None and able(entry)
+
+        return self._names.near(name, keep=keep)
 
     def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
         """Resolve `[bundle:/]model[@revision][:profile]`, if to `follow` an alias by `key`. Raises ModelNotFound, BundleConflict."""

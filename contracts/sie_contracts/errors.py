@@ -19,8 +19,8 @@ SIEError
 ├── InferenceFailed          500  INFERENCE_ERROR
 ├── InternalFailure          500  INTERNAL_ERROR
 ├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
-├── ModelLoadFailed          502  MODEL_LOAD_FAILED        never with Retry-After
-├── LoraLoadFailed           502  LORA_LOAD_FAILED         never with Retry-After
+├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After
+├── LoraLoadFailed           400, 404 or 500  LORA_LOAD_FAILED  never with Retry-After
 ├── ModelLoading             503  MODEL_LOADING            retryable from here on
 ├── Provisioning             503  PROVISIONING             202 to clients that expect it
 ├── LoraLoading              503  LORA_LOADING
@@ -212,13 +212,17 @@ class AllItemsFailed(SIEError):
 class ModelLoadFailed(SIEError):
     """The model cannot be loaded: `error_class`, `attempts`, `permanent`."""
 
-    code, status = "MODEL_LOAD_FAILED", 502
+    code, status = "MODEL_LOAD_FAILED", 500
 
 
 class LoraLoadFailed(SIEError):
-    """The LoRA cannot be loaded: `lora_id`."""
+    """The LoRA cannot be loaded: `lora_id`. 404 and 400 where it is the client's who named it, by reason; 500 for anything else."""
 
-    code, status = "LORA_LOAD_FAILED", 502
+    code, status = "LORA_LOAD_FAILED", 500
+
+    def __init__(self, message: str, **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.status = {"lora_not_found": 404, "lora_rejected": 400}.get(self.reason, self.status)
 
 
 class ModelLoading(SIEError):

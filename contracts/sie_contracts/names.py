@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
@@ -49,10 +49,10 @@ class Names:
         found = self._folded.get(name.casefold(), ())
         return found[0] if len(found) == 1 else None
 
-    def near(self, name: str, count: int = 3) -> list[str]:
-        """The ids most like `name`, best first; a name without its organisation is enough."""
+    def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
+        """The ids most like `name` of those that `keep` takes, best first; a name without its organisation is enough."""
         folded = name.casefold()[:_LONGEST]
-        able = self._alike(folded)
+        able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
         tails = {line.rpartition("/")[2]: line for line in able}
         hits = difflib.get_close_matches(folded, able, count, 0.5)
         hits += [tails[tail] for tail in difflib.get_close_matches(folded.rpartition("/")[2], list(tails), count, 0.6)]

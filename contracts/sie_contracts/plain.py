@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts import arrays
+from sie_contracts.json_faults import fault_of
 
 MAX_NESTING = 64
 _CONTAINERS = frozenset({dict, list})
@@ -44,9 +45,11 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
         return decode(data)
     except RecursionError:
         raise Malformed(f"nested deeper than {MAX_NESTING}") from None
-    except UnicodeDecodeError:
-        raise Malformed("a string is not valid UTF-8") from None
     except (msgspec.DecodeError, ValueError, TypeError) as error:
+        if kind == "JSON":
+            raise Malformed(f"not valid JSON: {fault_of(data, error)}") from None
+        if isinstance(error, UnicodeDecodeError):
+            raise Malformed("a string is not valid UTF-8") from None
         raise Malformed(f"not valid {kind}: {_clean(error)}") from None
 
 

@@ -18,7 +18,17 @@ import orjson
 
 from sie_contracts import messages, topology
 from sie_contracts.catalogue import Catalogue, ModelEntry, Resolved
-from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InvalidInput, NotReady, PayloadTooLarge, Provisioning, QueueFull
+from sie_contracts.errors import (
+    CONFIG_CHANGED,
+    ErrorInfo,
+    GatewayTimeout,
+    InvalidInput,
+    ModelNotFound,
+    NotReady,
+    PayloadTooLarge,
+    Provisioning,
+    QueueFull,
+)  # fmt: skip
 from sie_contracts.messages import Failed, Heartbeat, Input, Operation, Priority, RunOptions, Vectors, WorkItem, WorkResult
 from sie_contracts.options import TOKEN_STATES, RequestOptions, describe, run_options
 from sie_contracts.runtime.feed import CatalogueFeed
@@ -31,6 +41,7 @@ from sie_gateway.aliases import route_key
 from sie_gateway.attach import Attachments, ClientGone
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call, EntryChanged
+from sie_gateway.capabilities import CAN, Able, anything
 from sie_gateway.cold import ColdStarts
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet
@@ -113,13 +124,22 @@ class Inference:
         """Held of results of which parts are missing."""
         return self._inbox.unfinished_bytes
 
-    def resolve(self, spec: str, call: Call | None = None) -> Resolved:
-        """The model of a request, an alias' by who calls. Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound,
-        BundleConflict."""
+    def resolve(self, spec: str, call: Call | None = None, able: Able = anything) -> Resolved:
+        """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models that are `able`.
+
+        Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict.
+        """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
             raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
-        return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
+        try:
+            return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
+        except ModelNotFound as error:
+            if "suggestions" in error.extras:
+                like = catalogue.near(spec.partition("@")[0].partition(":")[0], able)
+                error.extras["suggestions"] = like
+                error.message += f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
+            raise
 
     async def answer(
         self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]], send: Callable[[Answer], Awaitable[None]]
@@ -140,7 +160,7 @@ class Inference:
 
     def _resolve(self, call: Call, route: Route) -> None:
         if route.model is not None:
-            call.resolved = self.resolve(route.model, call)
+            call.resolved = self.resolve(route.model, call, CAN.get(route.endpoint, anything))
 
     async def _answer(self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]]) -> Answer:
         try:

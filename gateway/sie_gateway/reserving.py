@@ -10,7 +10,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from sie_contracts import topology
+from sie_contracts import plain, topology
 from sie_contracts.aliases import resolve_all
 from sie_contracts.broker import BrokerError
 from sie_contracts.catalogue import Catalogue
@@ -137,9 +137,9 @@ async def _body(request: Request) -> object:
         if len(data) > MOST_BODY_BYTES:
             raise PayloadTooLarge(f"body: more than {MOST_BODY_BYTES} bytes", param="body", extras={"limit": MOST_BODY_BYTES})
     try:
-        return orjson.loads(bytes(data))
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"body: not JSON at byte {error.pos}", reason="malformed", param="body") from None
+        return plain.from_json(bytes(data))
+    except plain.Malformed as error:
+        raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
 
 
 async def _written(work: Awaitable[T]) -> T:

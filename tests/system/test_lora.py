@@ -79,7 +79,8 @@ def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -
     before = encode(client)
     by_request, by_profile = encode(client, lora_id=str(lora)), encode(client, f"{TUNED}:tuned")
     wanted = expected(lora)
-    for answer in (by_request, by_profile, encode(client, lora=str(lora)), encode(client, profile="tuned")):
+    by_name = encode(client, lora="loras/random")  # of the folder in SIE_MODELS_DIR
+    for answer in (by_request, by_profile, encode(client, lora=str(lora)), by_name, encode(client, profile="tuned")):
         assert np.abs(vectors(answer) - wanted).max() <= 1e-5
     base = vectors(before)
     assert np.abs(base - oracle.encode(TEXTS)).max() <= 1e-5
@@ -90,12 +91,13 @@ def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("{models}/loras/none", "adapter_config.json"), ("/etc", "SIE_MODELS_DIR"), ("org/none", "SIE_HF_FALLBACK")]
+    ("name", "text", "status"),
+    [("{models}/loras/none", "adapter_config.json", 400), ("/etc", "SIE_MODELS_DIR", 400), ("org/none", "SIE_HF_FALLBACK", 404)],
 )
-def test_a_lora_that_cannot_be_loaded(name: str, text: str, client: httpx.Client, lora: Path) -> None:
-    """502 without Retry-After, at once."""
+def test_a_lora_that_cannot_be_loaded(name: str, text: str, status: int, client: httpx.Client, lora: Path) -> None:
+    """A fault of who named it is 4xx, at once and without Retry-After."""
     answer = encode(client, lora_id=name.format(models=lora.parent.parent))
-    assert (answer.status_code, answer.json()["code"]) == (502, "LORA_LOAD_FAILED")
+    assert (answer.status_code, answer.json()["code"]) == (status, "LORA_LOAD_FAILED")
     assert "retry-after" not in answer.headers
     assert text in answer.json()["error"]["message"]
     assert encode(client).status_code == 200

@@ -271,7 +271,7 @@ async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
 
 async def lora_load_failed(place: Place) -> list[Heard]:
     adapter, gateway = await with_lora(place)
-    adapter.refusals["org/tuned"] = LoraLoadFailed("no such files", extras={"lora_id": "org/tuned"})
+    adapter.refusals["org/tuned"] = LoraLoadFailed("no such files", reason="lora_not_found", extras={"lora_id": "org/tuned"})
     return await ask_lora(gateway)
 
 
@@ -404,8 +404,8 @@ CASES = (
     Case("ALL_ITEMS_FAILED", 500, all_items_failed_500, (424, "Backend")),
     Case("ALL_ITEMS_FAILED", 503, all_items_failed_503, (503, DOWN)),
     Case("ALL_ITEMS_FAILED", 400, all_items_failed_400, (400, INVALID)),
-    Case("MODEL_LOAD_FAILED", 502, model_load_failed, (502, "Backend")),
-    Case("LORA_LOAD_FAILED", 502, lora_load_failed),
+    Case("MODEL_LOAD_FAILED", 500, model_load_failed, (500, "Backend")),
+    Case("LORA_LOAD_FAILED", 404, lora_load_failed),
     Case("MODEL_LOADING", 503, model_loading, (503, DOWN)),
     Case("PROVISIONING", 503, provisioning, (503, DOWN)),
     Case("LORA_LOADING", 503, lora_loading),

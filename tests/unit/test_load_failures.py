@@ -200,7 +200,7 @@ def entry_of(case: Case, **folders: Path) -> ModelEntry:
 async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
     name: str, hub: str, closed: str, good: Path, headless: Path, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """502 at once, without Retry-After: class, attempts, whether it stays. A second request is told the same without another attempt."""
+    """500 at once, without Retry-After: class, attempts, whether it stays. A second request is told the same without another attempt."""
     case = CASES[name]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub if case.network else closed)
     for module in ("utils._http", "file_download"):  # 23 s of pauses between five attempts
@@ -219,7 +219,7 @@ async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
             for _ in range(2):
                 answer = await asyncio.wait_for(gateway.encode("w7 w8", model="toy/failing"), 30)
                 error = answer.json()["error"]
-                assert (answer.status_code, answer.json()["code"]) == (502, "MODEL_LOAD_FAILED"), answer.text
+                assert (answer.status_code, answer.json()["code"]) == (500, "MODEL_LOAD_FAILED"), answer.text
                 assert "retry-after" not in answer.headers
                 assert (error["error_class"], error["attempts"], error["permanent"]) == (case.error_class, 1, case.permanent)
                 assert [text for text in case.texts if text not in error["message"]] == [], error["message"]

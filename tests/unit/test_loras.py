@@ -141,11 +141,11 @@ async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_co
 
 
 async def test_a_failed_lora_is_told_at_once_and_tried_again_after_a_while(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """502 without Retry-After, for this LoRA alone."""
+    """500 without Retry-After, for this LoRA alone."""
     toy.adapter.refusals["org/x"] = LoraLoadFailed("the LoRA org/x could not be loaded: no", extras={"lora_id": "org/x"})
     for _ in range(2):
         answer = await toy.ask("a", "org/x")
-        assert (answer.status_code, answer.json()["code"]) == (502, "LORA_LOAD_FAILED")
+        assert (answer.status_code, answer.json()["code"]) == (500, "LORA_LOAD_FAILED")
         assert "retry-after" not in answer.headers
         assert answer.json()["error"]["lora_id"] == "org/x"
     assert toy.adapter.lora_loads == ["org/x"]
@@ -182,7 +182,7 @@ async def test_a_profile_whose_lora_fails_leaves_the_model_and_the_process_alone
     toy.adapter.refusals["org/tuned"] = LoraLoadFailed("no such LoRA")
     assert right(await toy.ask("a", model="toy/profiles"), "a")
     answer = await toy.ask("a", model="toy/profiles:tuned")
-    assert (answer.status_code, answer.json()["code"]) == (502, "LORA_LOAD_FAILED")
+    assert (answer.status_code, answer.json()["code"]) == (500, "LORA_LOAD_FAILED")
     assert right(await toy.ask("b", model="toy/profiles"), "b")
 
 

@@ -167,7 +167,7 @@ async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> N
         assert await sidecar.metric("sie_certificates_total", result="failed") == 0
         assert 'sie_certificates_total{result="failed"} 0.0' in (await sidecar.get("/metrics")).text
         cluster.adapters[0].refusals["toy/one"] = ModelLoadFailed("no", extras={"error_class": "CERTIFICATE", "permanent": True})
-        assert (await gateway.encode("x")).status_code == 502
+        assert (await gateway.encode("x")).status_code == 500
         assert await sidecar.metric("sie_certificates_total", result="failed") == 1
         assert await sidecar.metric("sie_model_load_failures_total", model="toy/one") == 1
 

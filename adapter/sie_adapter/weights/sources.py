@@ -13,13 +13,14 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sie_adapter.failure import load_failed, lora_failed
+from sie_adapter.failure import load_failed, lora_failed, lora_not_found, lora_rejected
 from sie_adapter.weights.cache import LocalCache
 from sie_adapter.weights.disk import limited, usage
 from sie_adapter.weights.hub import commit_of, hub_fetch
@@ -213,24 +214,29 @@ class WeightSources:
                     del self._fetching[name]
 
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
-        """A LoRA: a path that the entry names or in `models_dir` (./models), else a hub repository `name` or `name@commit`.
+        """A LoRA: a path that the entry names, a folder in `models_dir` (./models) by its path or its name there, else a hub repository
+        `name` or `name@commit`.
 
         Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
         """
-        is_named = name in {entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())}
+        is_named = name in named_loras(entry)
         path = Path(name).expanduser() if is_named else Path(name)
+        root = Path(models_dir or "models").resolve()
         if path.is_absolute() or name.startswith("."):
-            if not is_named and not path.resolve().is_relative_to(Path(models_dir or "models").resolve()):
-                raise lora_failed(name, "a path must be named by the model's entry or lie in SIE_MODELS_DIR")
+            if not is_named and not path.resolve().is_relative_to(root):
+                raise lora_rejected(name, "a path must be named by the model's entry or lie in SIE_MODELS_DIR")
             return Located(path)
+        if os.path.isdir(root / name) and (root / name).resolve().is_relative_to(root):
+            return Located(root / name)
         repository, _, revision = name.partition("@")
         try:
             return self._lora(repository, revision)
         except ManifestError as error:
-            raise lora_failed(name, "it is neither a folder nor the name of a hub repository") from error
+            raise lora_rejected(name, "it is neither a folder nor the name of a hub repository") from error
         except FetchFailed as error:
             allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
-            raise lora_failed(name, f"not in the local cache; {error.message}{allowed}") from error
+            made = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(error.error_class, lora_failed)
+            raise made(name, f"not in the local cache; {error.message}{allowed}") from error
 
     def _lora(self, repository: str, revision: str) -> Located:
         """Raises FetchFailed, ManifestError."""
@@ -292,6 +298,11 @@ def package_folder(package: str) -> Path | None:
         return None
     folders = (Path(str(file.locate())).parent for file in files if file.name == "config.json")
     return next((folder for folder in folders if has_safetensors(folder)), None)
+
+
+def named_loras(entry: ModelEntry) -> set[str]:
+    """The LoRAs that an entry names itself, for all requests or in a profile."""
+    return {name for name in (entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())) if name}
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
-from sie_contracts.catalogue import ModelEntry, Resolved, classifies
+from sie_contracts.catalogue import Resolved, classifies
 from sie_contracts.errors import InvalidInput
 from sie_contracts.options import describe
 from sie_gateway.call import Call
+from sie_gateway.capabilities import CAN
 from sie_gateway.inference import Inference
 
 Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict"]
-_CAN: dict[Capability, Callable[[ModelEntry], bool]] = {
-    "embed": lambda entry: "dense" in entry.outputs and "encode" in entry.tasks,
-    "embed_sparse": lambda entry: "sparse" in entry.outputs and "encode" in entry.tasks,
-    "embed_all": lambda entry: "dense" in entry.outputs and entry.family == "text-encoder",
-    "rerank": lambda entry: "score" in entry.tasks,
-    "predict": classifies,
-}
-
 
 _VERBS: dict[Capability, str] = {
     "embed": "encode", "embed_sparse": "encode", "embed_all": "encode", "rerank": "score", "predict": "extract",
@@ -60,11 +52,11 @@ def model_for(inference: Inference, call: Call, capability: Capability, named: A
     if named is not None and not isinstance(named, str):
         raise InvalidInput(f"model: expected a string, got {describe(named)}", reason="schema", param="model")
     if named and named != NOT_NAMED:
-        return inference.resolve(named, call)
+        return inference.resolve(named, call, CAN[capability])
     defaults = inference.default_models
     if default := defaults.get(capability, defaults.get("embed") if capability == "embed_all" else None):
         return inference.resolve(default, call)
-    able = [entry.id for entry in inference.catalogue.entries.values() if _CAN[capability](entry)]
+    able = [entry.id for entry in inference.catalogue.entries.values() if CAN[capability](entry)]
     if len(able) == 1:
         return inference.resolve(able[0])
     here = f"{len(able)} models here could do this" if able else "no model here can do this"

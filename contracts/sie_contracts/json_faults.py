@@ -1,0 +1,76 @@
+"""What is wrong with a body that is no JSON, in plain words and with the place. No part of the body is repeated: it is a client's input.
+
+The decoder says where it stopped, and of a text that ends early or holds half of a surrogate pair not even that.
+"""
+
+from __future__ import annotations
+
+import re
+
+_AT = re.compile(r"\(byte (\d+)\)")
+_HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_ESCAPE_BYTES = 6  # of \uXXXX; the decoder refuses half of a pair behind it, or behind the escape that follows it
+_NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
+_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+def fault_of(body: bytes, error: Exception) -> str:
+    """Why the decoder refused the body with `error`."""
+    if not body.strip():
+        return "the body is empty: expected a JSON object"
+    for mark, name in _MARKS.items():
+        if body.startswith(mark):
+            return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
+    if isinstance(error, UnicodeDecodeError):  # its own place is that in a string
+        return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
+    stopped = _AT.search(str(error))
+    if "surrogate" in str(error) or (is_short := "truncated" in str(error)):
+        at = _lone_surrogate(body, int(stopped[1]) if stopped else None)
+        if at is not None:
+            return f"a string holds a lone surrogate, which is not valid Unicode, {_place(body, at)}: a half of a pair needs the other"
+    if stopped is None:
+        if is_short:
+            return f"it ends in the middle of a value, {_place(body, len(body))}: the body is cut off, or a quote or bracket is not closed"
+        return str(error).partition(" - at")[0]
+    return _found(body, int(stopped[1]), str(error))
+
+
+def _found(body: bytes, at: int, says: str) -> str:
+    """What stands where the decoder stopped."""
+    if "trailing characters" in says:
+        at = max(0, at - 1)  # it has read the first of them
+    for number in _NO_NUMBERS:
+        for begin in (at, at - 1):  # it stops behind a minus
+            if begin >= 0 and body.startswith(number, begin):
+                return f"{number.decode()} is no number in JSON, {_place(body, begin)}: send a number, or null"
+    if body[at : at + 1] == b"'" or (at and body[at - 1 : at] == b"'"):
+        return f"single quotes, {_place(body, at)}: JSON has double quotes"
+    if not at:
+        return f"it does not begin with a JSON value, {_place(body, at)}: expected a JSON object"
+    if at < len(body) and body[at] < 0x20 and "invalid character" in says:
+        return f"a control character in a string, {_place(body, at)}: JSON writes a line break as \\n"
+    return f"{says.removeprefix('JSON is malformed: ').partition(' (byte')[0]}, {_place(body, at)}"
+
+
+def _place(body: bytes, at: int) -> str:
+    line = body.count(b"\n", 0, at) + 1
+    column = at - (body.rfind(b"\n", 0, at) + 1) + 1
+    return f"at byte {at} (line {line}, column {column})"
+
+
+def _not_utf8(body: bytes) -> int:
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        return wrong.start
+    raise AssertionError("the decoder refused what is valid UTF-8")
+
+
+def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
+    """Where the half of a surrogate pair begins at which the decoder stopped. It does not say where if the body has no room for the other
+    half: then the last one begins so near the end."""
+    if stopped is None:
+        found = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]
+        return found[-1] if found else None
+    before = stopped - 2 * _ESCAPE_BYTES
+    return before if before >= 0 and _HIGH.match(body, before) else stopped - _ESCAPE_BYTES

@@ -1,0 +1,35 @@
+"""What a model must be able to do for a route, by the route's endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from sie_contracts.catalogue import ModelEntry, classifies
+
+Able = Callable[[ModelEntry], bool]
+
+
+def anything(_: ModelEntry) -> bool:
+    """Of routes that every model may answer."""
+    return True
+
+
+def _embeds(entry: ModelEntry) -> bool:
+    return "dense" in entry.outputs and "encode" in entry.tasks
+
+
+def _task(name: str) -> Able:
+    return lambda entry: name in entry.tasks
+
+
+CAN: Mapping[str, Able] = {
+    "encode": _task("encode"),
+    "score": _task("score"),
+    "extract": _task("extract"),
+    "embed": _embeds,
+    "similarity": _embeds,
+    "embed_sparse": lambda entry: "sparse" in entry.outputs and "encode" in entry.tasks,
+    "embed_all": lambda entry: "dense" in entry.outputs and entry.family == "text-encoder",
+    "rerank": _task("score"),
+    "predict": classifies,
+}

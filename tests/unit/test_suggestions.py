@@ -1,0 +1,44 @@
+"""What is suggested for a model that is not there: models that could do what was asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inprocess import InProcess
+
+from sie_contracts.runtime.feed import packaged_catalogue
+
+NAMED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+}
+IN_PATH: dict[str, dict[str, Any]] = {
+    "/v1/encode/{}": {"items": ["a"]},
+    "/v1/score/{}": {"query": "a", "items": ["b"]},
+    "/v1/extract/{}": {"items": ["a"]},
+    "/tei/{}/embed": {"inputs": "a"},
+    "/tei/{}/rerank": {"query": "a", "texts": ["b"]},
+}
+TASK = {"embeddings": "encode", "embed": "encode", "rerank": "score"}
+
+
+@pytest.mark.parametrize("name", ["text-embedding-3-small", "bge-reranker-base", "gliner_small", "bge-m33"])
+async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_path: Path, name: str) -> None:
+    entries = packaged_catalogue().entries
+    async with InProcess(tmp_path, *entries.values()) as cluster:
+        gateway = await cluster.gateway()
+        asked = [(path, {"model": name, **body}) for path, body in NAMED.items()]
+        asked += [(path.format(name), body) for path, body in IN_PATH.items()]
+        for path, body in asked:
+            answer = await gateway.client.post(path, json=body)
+            told = answer.json()
+            assert (answer.status_code, told["code"]) == (404, "MODEL_NOT_FOUND"), told
+            part = next(part for part in (*TASK, "encode", "score", "extract") if f"/{part}" in path)
+            like = told["detail"]["suggestions"]
+            assert all(TASK.get(part, part) in entries[each].tasks for each in like), (path, like)
+            meant = f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
+            assert told["message"].endswith(meant)
+        assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["detail"]["suggestions"]
