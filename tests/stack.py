@@ -90,10 +90,10 @@ class Part:
             for line in lines:
                 self.log.append(line.rstrip("\n"))
 
-    def wait_ready(self, timeout_s: float = START_S) -> None:
+    def wait_ready(self, timeout_s: float | None = None) -> None:
         """Raises AssertionError with the log when it ended, or is not ready in time."""
         try:
-            until(lambda: self._ready() or not self.alive, timeout_s, f"{self.name} ready")
+            until(lambda: self._ready() or not self.alive, START_S if timeout_s is None else timeout_s, f"{self.name} ready")
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(self.log)) from None
         assert self.alive, f"{self.name} ended\n" + "\n".join(self.log)

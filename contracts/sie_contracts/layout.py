@@ -8,60 +8,20 @@ No clock, no I/O, no randomness: the gateways that compute from equal inputs wri
 
 from __future__ import annotations
 
-import bisect
-import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.hosts import UNLIMITED, Holdings, Order, Worker, lot_of, pair
+
 HOT = 0.8  # planned use of a worker above which a model is moved off it
 MOVE_GAIN = 0.1  # a move must leave the fuller of both workers better by this part of a worker
 PAUSE_EVERY = 16  # models
-_LOAD_STEPS = 10  # workers whose planned use differs by less than a tenth count as equal
-_UNLIMITED = 1 << 30
-_NEAR = 16
 _FIRST_MODELS = 64
 
 Table = dict[str, tuple[str, ...]]
-_Key = tuple[bool, int, int]  # no room, planned use in tenths, number of models
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """The models of one live worker: what it has loaded, what it is loading, and what just did not fit there."""
-
-    loaded: frozenset[str] = frozenset()
-    loading: frozenset[str] = frozenset()
-    refused: frozenset[str] = frozenset()
-
-    def has(self, model: str) -> bool:
-        return model in self.loaded or model in self.loading
-
-    @property
-    def kinds(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        return self.loaded, self.loading, self.refused
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    name: str
-    index: int
-    lot: int
-    holdings: Holdings
-    slots: int
-    models: set[str] = field(default_factory=set)
-    use: float = 0.0  # planned, as of this look
-
-    @property
-    def free(self) -> int:
-        return self.slots - len(self.models)
-
-    @property
-    def key(self) -> _Key:
-        return (self.free <= 0, int(self.use * _LOAD_STEPS + 1e-6), len(self.models))
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +31,7 @@ class _Row:
     model: str
     index: int
     wanted: int
-    hosts: list[_Worker] = field(default_factory=list)
+    hosts: list[Worker] = field(default_factory=list)
     leaving: str = ""
     before: tuple[str, ...] = ()  # the hosts as the table has them
 
@@ -84,63 +44,14 @@ class _Row:
         return name != self.leaving and all(worker.name != name for worker in self.hosts)
 
 
-class _Order:
-    """The workers in the order in which a model that none of them has takes them: by room, planned use and number of models.
-
-    Those that are equal stand on a ring by hash. A model takes one of the _NEAR behind its own hash (consistent hashing), the first by a
-    hash of both (rendezvous hashing): each model has an order of its own, which a worker that comes or goes does not change, and models
-    that one lost worker had go to different ones.
-    """
-
-    def __init__(self, workers: Iterable[_Worker]) -> None:
-        self._rings: dict[_Key, list[tuple[int, str]]] = {}
-        self._keys: dict[str, _Key] = {}
-        for worker in workers:
-            key = self._keys[worker.name] = worker.key
-            self._rings.setdefault(key, []).append((worker.lot, worker.name))
-        for ring in self._rings.values():
-            ring.sort()
-        self._sorted = sorted(self._rings)
-
-    def moved(self, worker: _Worker) -> None:
-        """What it is ordered by may have changed."""
-        before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
-        if key == before:
-            return
-        ring = self._rings[before]
-        ring.pop(bisect.bisect_left(ring, entry))
-        if not ring:
-            del self._rings[before]
-            self._sorted.pop(bisect.bisect_left(self._sorted, before))
-        self._keys[worker.name] = key
-        if key in self._rings:
-            bisect.insort(self._rings[key], entry)
-        else:
-            self._rings[key] = [entry]
-            bisect.insort(self._sorted, key)
-
-    def first(self, lot: int, taken: set[str], *, only_free: bool) -> tuple[_Key, str] | None:
-        """The first worker, for a model of this hash, that is not among `taken`."""
-        for key in self._sorted:
-            if only_free and key[0]:
-                return None
-            ring = self._rings[key]
-            start = bisect.bisect_left(ring, (lot, ""))
-            behind = (ring[position % len(ring)] for position in range(start, start + len(ring)))
-            near = list(itertools.islice((entry for entry in behind if entry[1] not in taken), _NEAR))
-            if near:
-                return key, min(near, key=lambda entry: _pair(lot, entry[0]))[1]
-        return None
-
-
 class Layout:
     """The table of one lane and what it is made from. Not safe for use by two threads at once."""
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         """`pause` is called between parts of a long `settle`."""
         self.rows: dict[str, _Row] = {}
-        self.workers: dict[str, _Worker] = {}
-        self._hosts: dict[int, _Worker] = {}  # by index
+        self.workers: dict[str, Worker] = {}
+        self._hosts: dict[int, Worker] = {}  # by index
         self._share = np.zeros(_FIRST_MODELS)  # of one host of a model, in workers' worth of time, as of this look
         self.having: dict[str, set[str]] = {}  # model -> workers that have it or load it
         self.loading: set[str] = set()  # workers that load something
@@ -156,7 +67,7 @@ class Layout:
         self._wanted = np.ones(_FIRST_MODELS)
         self._first = np.zeros(_FIRST_MODELS, np.intp)  # by model, its first host
         self._several: set[str] = set()  # models of more than one
-        self._order: _Order | None = None  # while a table is made
+        self._order: Order | None = None  # while a table is made
 
     # ---- what it is made from
 
@@ -168,9 +79,9 @@ class Layout:
         worker = self.workers.get(name)
         if worker is None:
             index = self._free_workers.pop() if self._free_workers else len(self.workers) + 1
-            worker = self.workers[name] = self._hosts[index] = _Worker(name, index, _lot(name), Holdings(), _UNLIMITED)
-        if worker.slots != (slots or _UNLIMITED):
-            worker.slots = slots or _UNLIMITED
+            worker = self.workers[name] = self._hosts[index] = Worker(name, index, lot_of(name), Holdings(), UNLIMITED)
+        if worker.slots != (slots or UNLIMITED):
+            worker.slots = slots or UNLIMITED
             self._count(worker)
         if holdings == worker.holdings:
             return set()
@@ -282,7 +193,7 @@ class Layout:
             if not row.hosts:
                 self._adopt(row)
         if any(len(row.hosts) < self._complete(row) for row in lacking):
-            self._order = _Order(self.workers.values())
+            self._order = Order(self.workers.values())
             for number, row in enumerate(lacking):
                 if number % PAUSE_EVERY == 0:
                     self._pause()
@@ -321,7 +232,7 @@ class Layout:
         use[0] = 0.0  # of those without a host
         return np.round(use, 9)
 
-    def _assign(self, row: _Row, hosts: list[_Worker]) -> None:
+    def _assign(self, row: _Row, hosts: list[Worker]) -> None:
         for worker in row.hosts:
             worker.models.discard(row.model)
             self._count(worker)
@@ -338,27 +249,27 @@ class Layout:
         else:
             self._several.discard(row.model)
 
-    def _count(self, worker: _Worker) -> None:
+    def _count(self, worker: Worker) -> None:
         if len(worker.models) > worker.slots:
             self._overfull.add(worker.name)
         else:
             self._overfull.discard(worker.name)
 
-    def _add(self, row: _Row, worker: _Worker) -> None:
+    def _add(self, row: _Row, worker: Worker) -> None:
         row.hosts.append(worker)
         worker.models.add(row.model)
         self._count(worker)
         self._hosted(row)
         self._used(worker, float(self._share[row.index]))
 
-    def _drop(self, row: _Row, worker: _Worker) -> None:
+    def _drop(self, row: _Row, worker: Worker) -> None:
         row.hosts.remove(worker)
         worker.models.discard(row.model)
         self._count(worker)
         self._hosted(row)
         self._used(worker, -float(self._share[row.index]))
 
-    def _used(self, worker: _Worker, more: float) -> None:
+    def _used(self, worker: Worker, more: float) -> None:
         worker.use = round(worker.use + more, 9)
         if self._order is not None:
             self._order.moved(worker)
@@ -385,23 +296,23 @@ class Layout:
         for worker in having[: row.wanted]:
             self._add(row, worker)
 
-    def _best(self, row: _Row, *, only_free: bool) -> _Worker | None:
+    def _best(self, row: _Row, *, only_free: bool) -> Worker | None:
         """The next host: one that did not refuse the model, has room for it, little to do, has it, has few others; then by hash."""
         if self._order is None:
-            self._order = _Order(self.workers.values())
+            self._order = Order(self.workers.values())
         having, refused = self.having.get(row.model, set()), self._refused.get(row.model, set())
         taken = {worker.name for worker in row.hosts} | {row.leaving}
-        lot = _lot(row.model)
+        lot = lot_of(row.model)
         found = self._order.first(lot, taken | having | refused, only_free=only_free)
         resident = [worker for worker in map(self.workers.__getitem__, having - taken - refused) if worker.free > 0 or not only_free]
         if resident:
-            best = min(resident, key=lambda worker: (worker.key[1], worker.key[2], _pair(lot, worker.lot), worker.name))
+            best = min(resident, key=lambda worker: (worker.key[1], worker.key[2], pair(lot, worker.lot), worker.name))
             if found is None or (False, best.key[1]) <= found[0][:2]:
                 return best
         if found is not None:
             return self.workers[found[1]]
         left = [] if only_free else [self.workers[name] for name in refused - taken]
-        return min(left, key=lambda worker: (worker.key, _pair(lot, worker.lot), worker.name), default=None)
+        return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
         """Move what is not loaded, the least wanted first, from workers with more models than slots to those with room."""
@@ -446,7 +357,7 @@ class Layout:
             self._move(self.rows[best[1]], hot, self.workers[best[2]])
             touched.add(best[1])
 
-    def _move(self, row: _Row, worker: _Worker, other: _Worker) -> None:
+    def _move(self, row: _Row, worker: Worker, other: Worker) -> None:
         self._drop(row, worker)
         self._add(row, other)
         if row.model in worker.holdings.loaded and row.model not in other.holdings.loaded:
@@ -494,12 +405,3 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 def _reversed(name: str) -> tuple[int, ...]:
     """Sorts names from the last to the first."""
     return (*(-ord(char) for char in name), 1)
-
-
-def _pair(lot: int, other: int) -> int:
-    """A hash of two hashes (Fibonacci hashing)."""
-    return (lot ^ other) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-
-
-def _lot(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

@@ -54,13 +54,13 @@ class _Lane:
         self.loaded: dict[str, set[str]] = {}  # model -> workers
         self.unloading: set[str] = set()  # workers
         self.types: Counter[str] = Counter()  # workers by the type of their device
-        self._names: list[str] | None = None
+        self._all: list[Heartbeat] | None = None
 
     def put(self, beat: Heartbeat) -> None:
         """A worker that is not here."""
         self.beats[beat.worker] = beat
         self.types[_type(beat)] += 1
-        self._names = None
+        self._all = None
         for status in beat.models:
             if status.state == "loaded":
                 self.loaded.setdefault(status.model, set()).add(beat.worker)
@@ -70,7 +70,7 @@ class _Lane:
     def drop(self, beat: Heartbeat) -> None:
         del self.beats[beat.worker]
         self.types -= Counter([_type(beat)])  # a type without workers goes
-        self._names = None
+        self._all = None
         self.unloading.discard(beat.worker)
         for status in beat.models:
             workers = self.loaded.get(status.model)
@@ -80,10 +80,10 @@ class _Lane:
                     del self.loaded[status.model]
 
     def all(self) -> list[Heartbeat]:
-        """By name."""
-        if self._names is None:
-            self._names = sorted(self.beats)
-        return [self.beats[name] for name in self._names]
+        """By name. Not to be changed: it is the same for all who ask until the next heartbeat."""
+        if self._all is None:
+            self._all = [self.beats[name] for name in sorted(self.beats)]
+        return self._all
 
 
 class Fleet:

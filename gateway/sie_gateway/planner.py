@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.layout import Holdings, Layout
+from sie_contracts.hosts import Holdings
+from sie_contracts.layout import Layout
 from sie_contracts.messages import Heartbeat, ModelStatus, Placement
 from sie_contracts.placement import USED, Replicas, replicas
 from sie_gateway.fleet import mean_rate

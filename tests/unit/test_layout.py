@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_contracts.layout import Holdings, Layout, Table, place
+from sie_contracts.hosts import Holdings
+from sie_contracts.layout import Layout, Table, place
 
 models, workers = st.integers(0, 11).map("m{}".format), st.integers(0, 5).map("w{}".format)
 some = st.sets(models, max_size=4).map(frozenset)

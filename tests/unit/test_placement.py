@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from placement_simulation import Case, Simulation, cases
+from placement_simulation import Case, Simulation, cases, large
 
 from sie_contracts import topology
 from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.layout import HOT, Holdings, place
+from sie_contracts.hosts import Holdings
+from sie_contracts.layout import HOT, place
 from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem, decode_placement
 from sie_contracts.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.settings import load
@@ -306,6 +307,16 @@ async def test_a_gateway_that_starts_waits_for_first_heartbeats_before_it_places
 
 
 # what it is worth
+
+
+def test_a_rolling_restart_among_a_thousand_workers_loads_what_it_lost_and_moves_nothing_else() -> None:
+    calm = Simulation(large(measured_s=10.0, load=0.03, restarted=0), table=True).run()
+    rolling = Simulation(large(measured_s=10.0, load=0.03, restarted=50), table=True).run()
+    loads, lost = (rolling.loads_per_min - calm.loads_per_min) / 6, 50 * 10
+    assert 0 < loads < lost / 3, "of what a twentieth of the workers had, what was asked for is loaded again, once"
+    assert rolling.p50_s < 1.5 * calm.p50_s
+    assert rolling.p99_s < 2 * 5.0, "a load, and no queue of loads"
+    assert rolling.unanswered < 0.03 * rolling.answered
 
 
 @pytest.mark.parametrize("case", cases(measured_s=60.0), ids=lambda case: case.name)

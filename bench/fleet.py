@@ -1,0 +1,166 @@
+"""What a request costs in a gateway that knows many models and many workers.
+
+One real gateway, broker, config service and worker with an adapter that costs nothing. All further workers of its lane are simulated by
+their heartbeats, one each 5 s, which share the other models of the catalogue among them. The requests, one short text each at 16 clients,
+go to the one model that the real worker has. Processor time of the gateway over answers: heartbeats and placement are in it.
+
+Cases take turns, so that what else the machine does meets all of them.
+
+    python bench/fleet.py [--cases 1x1,10000x1000] [--code CHECKOUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import request_cost
+import stack
+import wrk
+from report import Report, add_options
+from stack import Device, Plan, Stack
+
+from sie_contracts import messages, topology
+from sie_contracts.broker.nats import connect
+from sie_contracts.messages import Heartbeat, ModelStatus
+
+BEAT_S = 5.0
+SETTLE_S = 12.0  # two rounds of heartbeats
+MAX_EACH = 14  # models of a simulated worker
+
+
+def beats(workers: int, models: list[str]) -> list[Heartbeat]:
+    """The heartbeats of simulated workers that have these models between them."""
+    each = min(MAX_EACH, -(-len(models) // workers)) if models else 0
+    generator = np.random.default_rng(1)
+    found = []
+    for number in range(workers):
+        own = list(dict.fromkeys(models[(number * each + index) % len(models)] for index in range(each)))
+        rates = generator.exponential(50, len(own)).tolist()
+        statuses = tuple(ModelStatus(model, "loaded", load_s=5.0, cost_rate=rate) for model, rate in zip(own, rates, strict=True))
+        beat = Heartbeat(
+            f"simulated-{number:04}", "_default", "cpu", "default", True, "0", models=statuses, slots=MAX_EACH, rate=5000.0,
+            credit_cost=32_768, credit_items=64, batch_cost=16_384, pipeline=2, reads_parts=True,
+        )  # fmt: skip
+        found.append(beat)
+    return found
+
+
+@contextlib.contextmanager
+def simulated(url: str, workers: int, models: list[str]) -> Iterator[None]:
+    """Their heartbeats come for as long as this is open, evenly."""
+    ending = threading.Event()
+
+    async def send() -> None:
+        broker = await connect(url, name="simulated")
+        told = [(topology.health_subject(beat.worker), messages.encode(beat)) for beat in beats(workers, models)]
+        while not ending.is_set():
+            for subject, data in told:
+                await broker.send(subject, data)
+                await asyncio.sleep(BEAT_S / len(told))
+        await broker.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(send(),), daemon=True) if workers else None
+    if thread is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        if thread is not None:
+            thread.join(BEAT_S + 10)
+
+
+def gateway_us(part: stack.Part, load: wrk.Load, before_s: float) -> float:
+    return (part.cpu_s() - before_s) / load.answered * 1e6
+
+
+class Case:
+    """A cluster with so many models in its catalogue and so many workers."""
+
+    def __init__(self, models: int, workers: int, options: argparse.Namespace, stacked: contextlib.ExitStack) -> None:
+        self.name = f"{models} | {workers}"
+        self._clients, self._seconds = options.clients, options.seconds
+        names = request_cost.names(models)
+        folder = stacked.enter_context(tempfile.TemporaryDirectory())
+        plan = Plan(models=names, workers=[Device(lanes=2)], code=options.code, preload=False)
+        self.stack = stacked.enter_context(Stack(Path(folder, "stack"), plan))
+        request_cost.check(self.stack, names[:1])
+        stacked.enter_context(simulated(self.stack.broker_urls, workers - 1, names[1:]))
+        self._path = f"/v1/encode/{names[0]}"
+        self.cost_us: list[float] = []
+        self.idle: list[float] = []
+        self.rates: list[float] = []
+
+    def idle_cpu(self, seconds: float) -> None:
+        """What the gateway does without any request, in processors."""
+        gateway, before_s, at_s = self.stack.gateways[0], self.stack.gateways[0].cpu_s(), time.perf_counter()
+        time.sleep(seconds)
+        self.idle.append((gateway.cpu_s() - before_s) / (time.perf_counter() - at_s))
+
+    def measure(self) -> None:
+        body = '{"items": ["What is deep learning?"]}'
+        gateway = self.stack.gateways[0]
+        before_s = gateway.cpu_s()
+        url, folder = self.stack.urls[0], self.stack.folder
+        load = wrk.closed_loop(url, [(self._path, body)], clients=self._clients, seconds=self._seconds, folder=folder)
+        if load.refused or load.failed:
+            raise RuntimeError(f"{load.refused} answers were no 200, {load.failed} did not come\n{self.stack.log()}")
+        self.cost_us.append(gateway_us(gateway, load, before_s))
+        self.rates.append(load.rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--cases", default="1x1,10000x1,1x1000,1000x100,10000x1000", help="models x workers")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=5)
+    add_options(parser)
+    options = parser.parse_args()
+    if not wrk.installed():
+        sys.exit("wrk was not found; it is the Debian package of that name")
+    say = Report()
+    cpus = {line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+    cpu = ", ".join(sorted(cpus)) or platform.processor()
+    say("# What a request costs with many models and workers\n")
+    say(f"`python bench/fleet.py`, {os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, {options.clients} clients, ")
+    say(f"{options.rounds} rounds of {options.seconds:g} s, the cases in turn; medians.\n")
+    stack.START_S = 240.0
+    with contextlib.ExitStack() as stacked:
+        cases = [Case(*map(int, text.split("x")), options, stacked) for text in options.cases.split(",")]
+        time.sleep(SETTLE_S)
+        for case in cases:
+            case.measure()  # not counted
+            case.cost_us.clear()
+            case.rates.clear()
+        for _ in range(options.rounds):
+            for case in cases:
+                case.measure()
+        for case in cases:
+            case.idle_cpu(5.0)
+        first = float(np.median(cases[0].cost_us))
+        say("| models | workers | gateway us per request | beside the first | requests/s | idle, of one core |\n|---|---|---|---|---|---|")
+        for case in cases:
+            cost = float(np.median(case.cost_us))
+            say(f"| {case.name} | {cost:.0f} | {cost / first - 1:+.1%} | {np.median(case.rates):.0f} | {case.idle[0]:.1%} |")
+    costs = [float(np.median(case.cost_us)) for case in cases]
+    say(f"\nThe dearest beside the cheapest: {max(costs) / min(costs) - 1:+.1%} (goal: within 10 %).")
+    say.save(options.out)
+
+
+if __name__ == "__main__":
+    main()

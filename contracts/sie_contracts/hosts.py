@@ -1,0 +1,107 @@
+"""The workers of a lane, and the order in which a model takes them as hosts."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+UNLIMITED = 1 << 30
+_LOAD_STEPS = 10  # workers whose planned use differs by less than a tenth count as equal
+_NEAR = 16
+Key = tuple[bool, int, int]  # no room, planned use in tenths, number of models
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The models of one live worker: what it has loaded, what it is loading, and what just did not fit there."""
+
+    loaded: frozenset[str] = frozenset()
+    loading: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+
+    def has(self, model: str) -> bool:
+        return model in self.loaded or model in self.loading
+
+    @property
+    def kinds(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        return self.loaded, self.loading, self.refused
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    name: str
+    index: int
+    lot: int
+    holdings: Holdings
+    slots: int
+    models: set[str] = field(default_factory=set)
+    use: float = 0.0  # planned, as of this look
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.models)
+
+    @property
+    def key(self) -> Key:
+        return (self.free <= 0, int(self.use * _LOAD_STEPS + 1e-6), len(self.models))
+
+
+class Order:
+    """The workers in the order in which a model that none of them has takes them: by room, planned use and number of models.
+
+    Those that are equal stand on a ring by hash. A model takes one of the _NEAR behind its own hash (consistent hashing), the first by a
+    hash of both (rendezvous hashing): each model has an order of its own, which a worker that comes or goes does not change, and models
+    that one lost worker had go to different ones.
+    """
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        self._rings: dict[Key, list[tuple[int, str]]] = {}
+        self._keys: dict[str, Key] = {}
+        for worker in workers:
+            key = self._keys[worker.name] = worker.key
+            self._rings.setdefault(key, []).append((worker.lot, worker.name))
+        for ring in self._rings.values():
+            ring.sort()
+        self._sorted = sorted(self._rings)
+
+    def moved(self, worker: Worker) -> None:
+        """What it is ordered by may have changed."""
+        before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
+        if key == before:
+            return
+        ring = self._rings[before]
+        ring.pop(bisect.bisect_left(ring, entry))
+        if not ring:
+            del self._rings[before]
+            self._sorted.pop(bisect.bisect_left(self._sorted, before))
+        self._keys[worker.name] = key
+        if key in self._rings:
+            bisect.insort(self._rings[key], entry)
+        else:
+            self._rings[key] = [entry]
+            bisect.insort(self._sorted, key)
+
+    def first(self, lot: int, taken: set[str], *, only_free: bool) -> tuple[Key, str] | None:
+        """The first worker, for a model of this hash, that is not among `taken`."""
+        for key in self._sorted:
+            if only_free and key[0]:
+                return None
+            ring = self._rings[key]
+            start = bisect.bisect_left(ring, (lot, ""))
+            behind = (ring[position % len(ring)] for position in range(start, start + len(ring)))
+            near = list(itertools.islice((entry for entry in behind if entry[1] not in taken), _NEAR))
+            if near:
+                return key, min(near, key=lambda entry: pair(lot, entry[0]))[1]
+        return None
+
+
+def pair(lot: int, other: int) -> int:
+    """A hash of two hashes (Fibonacci hashing)."""
+    return (lot ^ other) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+
+
+def lot_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
