@@ -377,11 +377,13 @@ class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation with its lease. Times are the broker's."""
+    """A reservation with its lease. Times are the broker's. `takes_last`: it may take a worker of which no other of its bundle would serve
+    the pool of everybody."""
 
     spec: PoolSpec
     created_s: float
     renewed_s: float
+    takes_last: bool = False
 
     @property
     def expires_s(self) -> float:

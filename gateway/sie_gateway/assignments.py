@@ -56,7 +56,8 @@ def assign(reservations: Iterable[Reservation], workers: Mapping[str, Candidate]
     """The reservation of each worker that has one: worker id to pool. `before`: as it was.
 
     A reservation keeps its workers for as long as they fit. One that lacks some takes them only when all of them are there, so that none
-    holds workers idle that others could use, and two never wait for each other's half. The older comes first.
+    holds workers idle that others could use, and two never wait for each other's half. The older comes first. Of each bundle one worker
+    stays for everybody, unless a reservation may take the last one.
     """
     order = sorted(reservations, key=lambda each: (each.created_s, each.spec.name))
     found: dict[str, str] = {}
@@ -65,15 +66,29 @@ def assign(reservations: Iterable[Reservation], workers: Mapping[str, Candidate]
         found.update(dict.fromkeys(kept, each.spec.name))
     for each in order:
         held = [workers[name] for name, pool in found.items() if pool == each.spec.name]
-        found.update(dict.fromkeys(_addition(each.spec, held, workers, found), each.spec.name))
+        addition = _addition(each.spec, held, workers, found, takes_last=each.takes_last)
+        found.update(dict.fromkeys(addition, each.spec.name))
     return found
 
 
-def _addition(spec: PoolSpec, held: Sequence[Candidate], workers: Mapping[str, Candidate], taken: Mapping[str, str]) -> list[str]:
+def is_held_back(reservation: Reservation, workers: Mapping[str, Candidate], assigned: Mapping[str, str]) -> bool:
+    """Whether a reservation lacks workers only because the last one of a bundle stays for everybody."""
+    held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
+    if reservation.takes_last or is_met(reservation.spec, held):
+        return False
+    with_last, without = (_addition(reservation.spec, held, workers, assigned, takes_last=takes) for takes in (True, False))
+    return bool(with_last) and not without
+
+
+def _addition(
+    spec: PoolSpec, held: Sequence[Candidate], workers: Mapping[str, Candidate], taken: Mapping[str, str], *, takes_last: bool
+) -> list[str]:  # fmt: skip
     """Free workers that make a reservation complete; none where there are not enough. First those that have its models, then idle ones."""
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in taken and worker.fits(spec)]
     free.sort(key=lambda name: (-len(workers[name].models.intersection(spec.pinned_models)), workers[name].busy, name))
+    if not takes_last:
+        free = _without_last(free, workers, taken)
     chosen = []
     for name in free:
         profile = workers[name].machine_profile
@@ -83,6 +98,17 @@ def _addition(spec: PoolSpec, held: Sequence[Candidate], workers: Mapping[str, C
     more = [name for name in free if name not in chosen][: max(0, count - len(chosen))]
     complete = all(left <= 0 for left in short.values()) and len(chosen) + len(more) >= count
     return [*chosen, *more] if complete else []
+
+
+def _without_last(free: Sequence[str], workers: Mapping[str, Candidate], taken: Mapping[str, str]) -> list[str]:
+    """`free` less the last one of each bundle of which nobody else is left for everybody."""
+    stays = {worker.bundle for name, worker in workers.items() if name not in taken and name not in free}
+    kept = []
+    for name in reversed(free):
+        if workers[name].bundle in stays:
+            kept.append(name)
+        stays.add(workers[name].bundle)
+    return kept[::-1]
 
 
 def asked(spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int]) -> Counter[tuple[str, str]]:

@@ -106,6 +106,8 @@ class Gate:
             scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope
             if self._guarded or scope in GUARDED:
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
+            elif scope == "pools" and authorization:  # needs none, but an administrator's reservation may take more
+                grant = self._static_grant(bearer(authorization)) or ANYBODY
         if row is None or not row.served:
             if not methods:
                 raise NotFound("no such path")
@@ -128,10 +130,7 @@ class Gate:
 
     def _granted(self, scope: str, authorization: str, *, reads_config: bool) -> Grant:
         token = bearer(authorization)
-        grant = None
-        for known, its_grant in self._static:
-            if known.matches(token):
-                grant = its_grant
+        grant = self._static_grant(token)
         if reads_config and self._reader is not None and self._reader.matches(token):
             return _static(self._reader, frozenset({scope}), "config-read")
         if grant is None and token and self._keys is not None:
@@ -143,6 +142,13 @@ class Gate:
         if scope in GUARDED and not self._has_admin and self._keys is None:
             raise PermissionDenied("no SIE_ADMIN_TOKEN is configured, so nobody may do this")
         raise Unauthenticated("a bearer token is needed" if not token else "this token is not known")
+
+    def _static_grant(self, token: str) -> Grant | None:
+        grant = None
+        for known, its_grant in self._static:
+            if known.matches(token):
+                grant = its_grant
+        return grant
 
     def _of_key(self, keys: Keys, token: str) -> Grant | None:
         key = keys.find(token)

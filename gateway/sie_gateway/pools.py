@@ -42,6 +42,7 @@ GAP_S = 0.1  # between two looks: heartbeats that come together are one change
 DUTY_S, LAPSE_S = 2.0, 6.0
 UNREADY_S = 30.0  # for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
 REMOVED_WITHIN_S = 5.0  # a call waits for the end of an earlier pool of its name
+HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
 _ATTEMPTS = 16
 _RECORD, _ASSIGNED = "reservations", "assigned"
 _logger = logging.getLogger("sie.gateway.pools")
@@ -170,8 +171,8 @@ class Pools(Collection[str]):
 
     # ---- what clients do
 
-    async def create(self, spec: PoolSpec) -> Reservation:
-        """Make a reservation and its stream, or renew one of the same spec.
+    async def create(self, spec: PoolSpec, *, takes_last: bool = False) -> Reservation:
+        """Make a reservation and its stream, or renew one of the same spec. `takes_last` as in `Reservation`.
 
         Raises PoolConflict with the present pool, PoolOperationForbidden over the limit, QueueUnavailable, BrokerError.
         """
@@ -195,6 +196,7 @@ class Pools(Collection[str]):
                 raise PoolOperationForbidden(f"{MOST_RESERVATIONS} reservations exist, which is the limit")
             made = present is None
             wanted = Reservation(spec, now_s, now_s) if present is None else msgspec.structs.replace(present, renewed_s=now_s)
+            wanted = msgspec.structs.replace(wanted, takes_last=wanted.takes_last or takes_last)
             return msgspec.structs.replace(record, pools={**record.pools, name: wanted})
 
         record = await self._change(make)
@@ -312,8 +314,17 @@ class Pools(Collection[str]):
             "status": {
                 "state": "active" if self.is_active(each) else "pending", "assigned_workers": workers,
                 "created_at": each.created_s, "last_renewed": each.renewed_s, "expires_at": each.expires_s,
+                **({"reason": HELD_BACK} if self._is_held_back(each) else {}),
             },
         }  # fmt: skip
+
+    def _is_held_back(self, each: Reservation) -> bool:
+        return assignments.is_held_back(each, self._default_workers(), self._assigned.workers)
+
+    def _default_workers(self) -> dict[str, Candidate]:
+        """The healthy workers that may be reserved."""
+        default = topology.pool_name("default")
+        return {beat.worker: Candidate.of(beat) for beat in self._fleet.healthy() if beat.own_pool == default}
 
     def _physical(self) -> set[str]:
         """The pools that workers belong to."""
@@ -338,6 +349,8 @@ class Pools(Collection[str]):
         for name, each in self.live().items():
             for (profile, bundle), count in assignments.asked(each.spec, held.get(name, []), gpus).items():
                 found[name, profile, bundle] += count
+            if self._is_held_back(each):  # it comes when there is one more
+                found[name, min(each.spec.gpus), each.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return found
 
     def pending(self) -> set[tuple[str, str, str]]:

@@ -175,7 +175,8 @@ def pool_routes(app: FastAPI, gateway: Gateway) -> None:
         if not gateway.feed.loaded:
             raise NotReady("the catalogue is not loaded yet")
         spec = parse_spec(await _body(request), profiles(), gateway.feed.catalogue)
-        await _written(gateway.pools.create(spec))
+        takes_last = "admin" in request.scope["sie.call"].grant.scopes
+        await _written(gateway.pools.create(spec, takes_last=takes_last))
         return _json(gateway.pools.pool(spec.name), 201)
 
     @app.get("/v1/pools", summary="All pools")

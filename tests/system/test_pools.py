@@ -11,7 +11,8 @@ from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
 SPEC = {"name": "team", "gpus": {"cpu": 1}}
-FAST = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "250", "SIE_HEARTBEAT_TIMEOUT_MS": "2000", "SIE_LOAD_HOLD_S": "2"}
+ADMIN = {"authorization": "Bearer admin"}  # whose reservations may take the last worker
+FAST = {"SIE_ADMIN_TOKEN": "admin", "SIE_HEALTH_PUBLISH_INTERVAL_MS": "250", "SIE_HEARTBEAT_TIMEOUT_MS": "2000", "SIE_LOAD_HOLD_S": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def call(stack: Stack, method: str, path: str, gateway: int = 0, **more: object) -> httpx.Response:
-    return httpx.request(method, stack.urls[gateway] + path, timeout=30, trust_env=False, **more)  # type: ignore[arg-type]
+    headers = ADMIN | dict(more.pop("headers", {}))  # type: ignore[call-overload]
+    return httpx.request(method, stack.urls[gateway] + path, timeout=30, trust_env=False, headers=headers, **more)  # type: ignore[arg-type]
 
 
 def encode(stack: Stack, pool: str, gateway: int = 0) -> httpx.Response:

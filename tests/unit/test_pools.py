@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, until
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
 
 from sie_contracts import topology
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
 from sie_contracts.messages import PoolSpec, Reservation
 from sie_contracts.settings import Settings
-from sie_gateway.assignments import Candidate, asked, assign, is_met, lacking
-from sie_gateway.pools import MOST_RESERVATIONS
+from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
+from sie_gateway.pools import HELD_BACK, MOST_RESERVATIONS
 from sie_gateway.queue import work_spec
 from sie_gateway.reserving import parse_spec
 
@@ -35,7 +36,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, Candidate], dic
     reservations = [
         Reservation(
             PoolSpec(f"r{number}", draw(st.dictionaries(profile, st.integers(1, 4), min_size=1)), draw(bundle), draw(st.integers(0, 4))),
-            draw(st.integers(0, 3)), 0.0,
+            draw(st.integers(0, 3)), 0.0, takes_last=draw(st.booleans()),
         )
         for number in range(draw(st.integers(0, 4)))
     ]  # fmt: skip
@@ -78,11 +79,32 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
         if is_met(each.spec, [workers[worker] for worker in held]):
             continue
         assert held <= {worker for worker, pool in before.items() if pool == name}
+        if not each.takes_last:
+            continue  # what was free may have been the last of its bundle
         # nor would it be met with all that is free, or was taken by younger ones
         younger = {other.spec.name for other in order[place + 1 :]}
         taken = {worker for worker, pool in found.items() if pool in younger and before.get(worker) != pool}
         enough = [workers[worker] for worker in held | free | taken if workers[worker].fits(each.spec)]
         assert not is_met(each.spec, enough)
+
+
+@given(cases())
+def test_of_each_bundle_one_worker_stays_for_everybody(
+    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+) -> None:
+    """Unless it was gone before, or a reservation took it that may."""
+    reservations, workers, before = case
+    found = assign(reservations, workers, before)
+    may = {each.spec.name for each in reservations if each.takes_last}
+    for bundle in ("default", "other"):
+        names = {name for name, worker in workers.items() if worker.bundle == bundle}
+        taken = {name for name in names if name in found and found[name] != before.get(name)}
+        if taken and all(found[name] not in may for name in taken):
+            assert names - found.keys(), bundle
+    for each in reservations:
+        if is_held_back(each, workers, found):
+            with_last = [msgspec.structs.replace(other, takes_last=True) if other is each else other for other in reservations]
+            assert assign(with_last, workers, found) != found, "what it waits for is there"
 
 
 @given(cases())
@@ -107,6 +129,8 @@ def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
         "a": Candidate("l4", "default"),
     }  # fmt: skip
     assert assign([Reservation(spec, 0.0, 0.0)], workers, {}) == {"idle": "r"}
+    assert assign([Reservation(spec, 0.0, 0.0)], {"idle": workers["idle"]}, {}) == {}
+    assert assign([Reservation(spec, 0.0, 0.0, takes_last=True)], {"idle": workers["idle"]}, {}) == {"idle": "r"}
     assert assign([Reservation(spec, 0.0, 0.0)], workers, {"a": "r"}) == {"a": "r"}
 
 
@@ -174,6 +198,12 @@ class Town(InProcess):
     """Two gateways before a broker, and workers that ask both for their pools."""
 
     gateways: tuple[GatewayProcess, GatewayProcess]
+
+    async def gateway(self, source: Source | None = None, *, ready: bool = True, **environ: str) -> GatewayProcess:
+        """One whose client is an administrator, whose reservations may take the last worker."""
+        gateway = await super().gateway(source, ready=ready, SIE_ADMIN_TOKEN="admin", **environ)
+        gateway.client.headers["authorization"] = "Bearer admin"
+        return gateway
 
     async def worker(self, **environ: str) -> SidecarProcess:
         urls = ",".join(gateway.url for gateway in self.gateways)
@@ -342,6 +372,25 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
     assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
+
+
+async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
+    """1. Somebody without the scope admin reserves the only worker: pending, and the pool says why; one worker more is wanted. 2. A second
+    worker comes: active, the first one goes on serving everybody. 3. An administrator's reservation takes that one too."""
+    one, two = town.gateways
+    await town.worker()
+    answer = await one.client.post("/v1/pools", json=SPEC, headers={"authorization": ""})
+    assert answer.status_code == 201
+    assert (await town.state("pending"))["status"]["reason"] == HELD_BACK
+    found = await eventually(two, "/v1/scaling/_default.l4.default", lambda found: found["reserved"] == 2)
+    assert found["wanted_replicas"] >= 2
+    assert (await two.encode("x")).status_code == 200
+    await town.worker()
+    status = (await town.state("active"))["status"]
+    assert "reason" not in status
+    assert (await two.encode("x")).status_code == 200
+    await two.client.post("/v1/pools", json={**SPEC, "name": "all"})
+    await town.state("active", "all")
 
 
 async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_then(town: Town) -> None:
