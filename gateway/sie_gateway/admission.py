@@ -1,9 +1,9 @@
-"""Who is let into the queue, and when: refusal by predicted wait, and the windows of keys around `window`.
+"""Who is let into the queue, and when: refusal by measured wait (`drain`, `turns`), and the windows of keys around `window`.
 
     chunks ──► would it wait past its budget? ──► room now: permits at once
                         │ yes                 └─► no room: its turn among the keys, as results come back
-                        ▼
-                   QUEUE_FULL with the estimate
+                        ▼                              └─► turns out to be late after all: QUEUE_FULL as well
+                   QUEUE_FULL with the time of its turn
 
 Every permit is given back once: when its chunk's result is taken, or when its request ends.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from sie_contracts.broker import Broker
 from sie_contracts.errors import QueueFull
-from sie_contracts.messages import PRIORITIES, Heartbeat, Ok, Priority, WorkResult
+from sie_contracts.messages import PRIORITIES, Heartbeat, Priority, WorkResult
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
@@ -27,13 +27,13 @@ from sie_gateway.backlog import Backlog
 from sie_gateway.fleet import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers, mean_cost
-from sie_gateway.prediction import retry_after_s, tokens_ahead, wait_s
-from sie_gateway.window import BatchTimes, Bound, Host, Shares, Ticket, Window, bound, capacity
+from sie_gateway.place import Entered, Place, Refusal
+from sie_gateway.window import Host, Shares, Ticket, Window, bound
 
 MAX_WAITING_BYTES = 256 << 20  # of inputs that wait in this gateway for their turn; one request always may
 COLD_CHUNKS = 2  # of a model that no worker has loaded, in the queue: what makes one load it, and its first batch
-MARGIN = 1.2  # on the time that a request is expected to take
-LOOK_S = 0.1  # how long figures that change with every message are used
+MAX_GONE = 4096
+SHED_S = 0.1  # how often those that are in the queue are looked at again
 SWEEP_S = 1.0
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
@@ -49,52 +49,15 @@ def host_of(beat: Heartbeat) -> Host:
     return Host(beat.credit_cost, beat.credit_items, beat.rate, beat.batch_cost, beat.pipeline)
 
 
-class _Load(NamedTuple):
-    """What a lane had to do at `at_s`: tokens that the broker held and the mean tokens of a message, by priority, and who works on it."""
-
-    at_s: float
-    held: dict[Priority, float]
-    mean: dict[Priority, float]
-    workers: list[Host]
-
-
-class _Place:
-    """One model at one priority of a lane. What it knows of its hosts is looked up again when a heartbeat came, or after a second."""
-
-    __slots__ = ("batches", "bound", "hosts", "lane", "priority", "residency", "scale", "until_s", "used_s", "version", "window")
-
-    def __init__(self, lane: Lane, priority: Priority, residency: str, window: Window) -> None:
-        self.lane = lane
-        self.priority = priority
-        self.residency = residency
-        self.window = window
-        self.batches = BatchTimes()
-        self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
-        self.bound = Bound()
-        self.hosts: list[Heartbeat] = []
-        self.version = -1
-        self.until_s = self.used_s = 0.0
-
-    def note(self, result: WorkResult, cost: int) -> None:
-        """Learn from a result what an estimated token really is, and what a batch takes. `cost` is what the chunk was estimated at."""
-        self.batches.note(result.batch.tokens, result.stages.inference_ms / 1000)
-        tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-        if tokens:
-            ratio = tokens / cost
-            self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
-
-    def tokens(self, costs: Sequence[int]) -> list[int]:
-        return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
-
-
 class Permits:
     """What one request may publish. `is_cold`: no worker of its lane had the model loaded when it came."""
 
-    def __init__(self, admission: Admission, place: _Place, ticket: Ticket, estimates: Sequence[int], size_bytes: int) -> None:
+    def __init__(self, admission: Admission, place: Place, entered: Entered, estimates: Sequence[int], size_bytes: int) -> None:
         self._estimates = estimates
         self._admission = admission
         self.place = place
-        self._ticket = ticket
+        self._ticket = entered.ticket
+        self.on_refused: Callable[[QueueFull], None] | None = None  # called when it turns out to be late after all
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
         self.size_bytes = size_bytes  # counted while it waits
@@ -124,7 +87,7 @@ class Permits:
 
     def taken(self, result: WorkResult) -> None:
         """The chunk has left the queue: its result was taken."""
-        self.place.note(result, self._estimates[result.chunk])
+        self._admission.answered(self, self._ticket, result, self._estimates[result.chunk])
         if self.place.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.place)
 
@@ -151,79 +114,95 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock)
         self._shares: dict[tuple[Lane, Priority], Shares] = {}  # lanes are those of the pools, the catalogue and the machine profiles
-        self._places: dict[tuple[Lane, Priority, str], _Place] = {}
-        self._queueing: dict[Ticket, Permits] = {}  # those that wait for a permit
-        self._crowded: dict[_Place, None] = {}  # where they wait
+        self._places: dict[tuple[Lane, Priority, str], Place] = {}
+        self._open: dict[Ticket, Permits] = {}  # from their admission to their end
+        self._gone: dict[str, tuple[Place, Entered]] = {}  # requests that ended before their results
+        self._queueing: dict[Ticket, Permits] = {}  # those of them that wait for a permit
+        self._crowded: dict[Place, None] = {}  # where they wait
         self._waiting_bytes = 0
-        self._loads: dict[Lane, _Load] = {}
         fleet.listeners.append(self.pump)
 
     async def run(self, stop: Stop) -> None:
         """See to what changes with time alone, until `stop`."""
         while not await stop.wait_for(SWEEP_S):
-            now_s = self._clock()
-            self._places = {
-                name: place for name, place in self._places.items() if not place.window.idle or now_s - place.used_s < UNUSED_S
-            }
-            self.pump()
+            self.sweep()
+
+    def sweep(self) -> None:
+        """See to what changes with time alone."""
+        now_s = self._clock()
+        self._places = {
+            name: place for name, place in self._places.items() if not place.window.idle or now_s - place.used_s < UNUSED_S
+        }
+        self.pump()
+        for place in [place for place in self._places.values() if place.entered]:
+            self._shed(place, now_s)
 
     # ---- refusal
 
-    def check(self, key: str, lane: Lane, priority: Priority, residency: str, cost: int, budget_s: float) -> None:
+    def check(
+        self, key: str, lane: Lane, priority: Priority, residency: str, cost: int, budget_s: float, client: Callable[[], bytes] = bytes
+    ) -> None:  # fmt: skip
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
 
-        An estimate that is right on average lets half of what it admits at the edge be late, and late work is lost work: MARGIN is on top.
+        `client` is what it is known by when it comes again, a digest; empty where it cannot be known.
         """
-        estimate_s = self.estimate_s(key, lane, priority, residency, cost)
-        if estimate_s is not None and MARGIN * estimate_s > budget_s:
-            self._refuse(lane, "wait", f"about {estimate_s:.1f} s of work is ahead, {budget_s:.1f} s are left", estimate_s, budget_s)
-
-    def estimate_s(self, key: str, lane: Lane, priority: Priority, residency: str, cost: int) -> float | None:
-        """How long a request would take, in a full batch behind all that is ahead of it; 0 with nothing ahead, None while not known."""
-        load = self._load(lane)
-        if not load.workers:
-            return None
-        # what the broker holds, or more where this gateway has just put it there
-        queued = {each: max(load.held[each], self._shares_of(lane, each).total) for each in PRIORITIES}
-        ahead = tokens_ahead(
-            priority, queued=queued, waiting=self._waiting_keys(lane, priority), key=key, cost=cost,
-            overtakes=self._settings.bulk_max_overtakes,
-        )  # fmt: skip
-        if not ahead:
-            return 0.0
+        now_s = self._clock()
         place = self._place(lane, priority, residency)
-        message = load.mean[priority] or cost
-        own = max(cost, sum(host.batch_cost for host in load.workers))
-        return wait_s(ahead + own, [capacity(host, place.batches, message) for host in load.workers])
+        if not place.window.items and not place.window.is_waiting:
+            return
+        self._look(place, now_s)
+        tokens = place.tokens([cost])[0]
+        refusal = place.judge(now_s, key, tokens, budget_s, self._floor(place), client)
+        if refusal is not None:
+            self._refuse(place, "stalled" if refusal.is_stalled else "wait", self._late(place, refusal, tokens, budget_s, client))
+
+    def _floor(self, place: Place) -> float:
+        """Tokens of as many requests as may be in progress, of the mean cost of those in the queue; at least what the workers take in."""
+        window = place.window
+        mean = window.tokens / window.items if window.items else 0.0
+        return max(self._settings.max_concurrent_requests * mean, sum(host.credit_cost for host in place.hosts))
+
+    def _late(self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]) -> QueueFull:
+        retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s)
+        message = f"about {refusal.wait_s:.1f} s of work is ahead, {budget_s:.1f} s are left"
+        if refusal.is_stalled:
+            message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"
+        return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})
+
+    def _refuse(self, place: Place, reason: str, error: QueueFull) -> None:
+        self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
+        raise error
+
+    def expected_s(self, lane: Lane, priority: Priority) -> float | None:
+        """How long the work of any model in the lane waits at most; None of a lane without a worker, or where that is not known."""
+        if not self._fleet.of_lane(lane):
+            return None
+        longest_s, now_s = 0.0, self._clock()
+        for place in self._places.values():
+            if place.lane == lane and place.priority == priority and (ahead := place.window.ahead("", 0.0)):
+                wait = place.wait(now_s, ahead, 0.0)
+                if not wait.evidence:
+                    return None
+                longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
+        return longest_s
+
+    def _shed(self, place: Place, now_s: float) -> None:
+        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost is left to others."""
+        place.shed_s = now_s
+        for entered, refusal in place.shed(now_s):
+            permits = self._open.get(entered.ticket)
+            if permits is None or permits.on_refused is None:
+                continue
+            self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, "late").inc()
+            permits.on_refused(self._late(place, refusal, entered.cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
         """Messages of a lane in the queue, as far as this gateway knows."""
         own = {priority: sum(window.items for window in self._of(lane, priority)) for priority in PRIORITIES}
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
 
-    def _refuse(self, lane: Lane, reason: str, message: str, estimate_s: float | None, budget_s: float) -> None:
-        self._metrics.rejected.labels(lane.machine_profile, lane.bundle, reason).inc()
-        raise QueueFull(message, retry_after_s=retry_after_s(estimate_s, budget_s), extras={"queue_depth": self.queue_depth(lane)})
-
-    def _load(self, lane: Lane) -> _Load:
-        now_s = self._clock()
-        known = self._loads.get(lane)
-        if known is None or now_s - known.at_s > LOOK_S:
-            mean = {priority: mean_cost(self.peers.traffic(lane, priority)) for priority in PRIORITIES}
-            held = {priority: (self._backlog.messages(lane, priority) or 0) * mean[priority] for priority in PRIORITIES}
-            known = self._loads[lane] = _Load(now_s, held, mean, [host_of(beat) for beat in self._fleet.of_lane(lane)])
-        return known
-
     def _of(self, lane: Lane, priority: Priority) -> list[Window]:
         return [place.window for place in self._places.values() if place.lane == lane and place.priority == priority]
-
-    def _waiting_keys(self, lane: Lane, priority: Priority) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if self._queueing:
-            for window in self._of(lane, priority):
-                for key, tokens in window.waiting_tokens().items():
-                    found[key] = found.get(key, 0.0) + tokens
-        return found
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
         """Tokens that wait in this gateway, by lane and priority."""
@@ -241,8 +220,11 @@ class Admission:
 
     # ---- permits
 
-    def enter(self, key: str, lane: Lane, priority: Priority, residency: str, costs: Sequence[int], size_bytes: int) -> Permits:
-        """Permits for chunks of these estimated costs, as many as may go now; the others follow.
+    def enter(
+        self, key: str, lane: Lane, priority: Priority, residency: str, costs: Sequence[int], size_bytes: int,
+        budget_s: float = math.inf, client: Callable[[], bytes] = bytes, request: str = "",
+    ) -> Permits:  # fmt: skip
+        """Permits for chunks of these estimated costs, as many as may go now; the others follow. `request` is what results call it.
 
         Raises QueueFull where too much waits already.
         """
@@ -253,14 +235,21 @@ class Admission:
         window.shares.saw(key, now_s)
         self._look(place, now_s)
         ticket = Ticket(key, place.tokens(costs))
-        permits = Permits(self, place, ticket, costs, size_bytes)
-        if len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit()):
+        entered = Entered(ticket, now_s + budget_s, client, request)
+        permits = Permits(self, place, entered, costs, size_bytes)
+        is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
+        if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
+            message = f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are allowed"
+            wait = place.wait(now_s, window.ahead(key, 0.0), 0.0)
+            retry_s = place.turns.book(now_s, client(), entered.cost, wait.likely_s)
+            self._refuse(place, "gateway_full", QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)}))
+        place.entered[ticket] = entered
+        self._open[ticket] = permits
+        if is_small:
             window.admit(ticket)
+            place.queued(ticket, 0, now_s)
             permits.grant(0)
             return permits
-        if self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
-            message = f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are allowed"
-            self._refuse(lane, "gateway_full", message, self.estimate_s(key, lane, priority, residency, sum(costs)), 0.0)
         window.join(ticket)
         self._queueing[ticket] = permits
         self._crowded[place] = None
@@ -268,10 +257,24 @@ class Admission:
         self._pump(place)
         return permits
 
-    def _place(self, lane: Lane, priority: Priority, residency: str) -> _Place:
+    def answered(self, permits: Permits, ticket: Ticket, result: WorkResult, estimate: int) -> None:
+        """A result of a request was taken."""
+        place, now_s = permits.place, self._clock()
+        place.answered(ticket, result, estimate, now_s)
+        if now_s - place.shed_s > SHED_S:
+            self._shed(place, now_s)
+
+    def answered_late(self, result: WorkResult) -> None:
+        """A result came for a request that is over: what it says of the queue counts all the same."""
+        found = self._gone.get(result.request)
+        if found is not None:
+            place, entered = found
+            place.left(entered, result, self._clock())
+
+    def _place(self, lane: Lane, priority: Priority, residency: str) -> Place:
         place = self._places.get((lane, priority, residency))
         if place is None:
-            place = _Place(lane, priority, residency, Window(self._shares_of(lane, priority), self._settings.chunk_cost))
+            place = Place(lane, priority, residency, Window(self._shares_of(lane, priority), self._settings.chunk_cost))
             self._places[lane, priority, residency] = place
         return place
 
@@ -284,7 +287,7 @@ class Admission:
     def _key_limit(self) -> float:
         return self._settings.key_window_tokens / self.peers.count()
 
-    def _look(self, place: _Place, now_s: float) -> None:
+    def _look(self, place: Place, now_s: float) -> None:
         """Bring what is known of the place's hosts, and its bound, up to date."""
         if place.version == self._fleet.version and now_s < place.until_s:
             return
@@ -302,18 +305,21 @@ class Admission:
         for place in list(self._crowded):
             self._pump(place)
 
-    def _pump(self, place: _Place) -> None:
-        self._look(place, self._clock())
+    def _pump(self, place: Place) -> None:
+        now_s = self._clock()
+        self._look(place, now_s)
         granted = place.window.grant(place.bound, self._key_limit())
         for ticket, chunk in granted:
+            place.queued(ticket, chunk, now_s)
             self._queueing[ticket].grant(chunk)
         for ticket in {ticket for ticket, _ in granted if not ticket.waiting}:
             self._waiting_bytes -= self._queueing.pop(ticket).size_bytes
         if not place.window.is_waiting:
             self._crowded.pop(place, None)
 
-    def freed(self, place: _Place) -> None:
+    def freed(self, place: Place) -> None:
         """Something left the queue. It may have been the share of a key that waits elsewhere in the lane."""
+        place.freed()
         if place in self._crowded:
             self._pump(place)
         if len(self._crowded) > (place in self._crowded):
@@ -322,6 +328,12 @@ class Admission:
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         """A request has ended: its permits come back, nothing of it waits."""
+        self._open.pop(ticket, None)
+        entered = permits.place.entered.pop(ticket, None)
+        if entered is not None and entered.queued_s:
+            self._gone[entered.request] = permits.place, entered
+            while len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
         if self._queueing.pop(ticket, None) is not None:
             self._waiting_bytes -= permits.size_bytes
         if ticket.held or ticket.waiting:
@@ -332,8 +344,6 @@ class Admission:
 
     def forget(self, pool: str) -> None:
         """The pool is there no more. What requests of it still hold they give back as they end."""
-        for lane in [lane for lane in self._loads if lane.pool == pool]:
-            del self._loads[lane]
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 

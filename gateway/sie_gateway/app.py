@@ -51,7 +51,7 @@ from sie_gateway.metrics import Live, Metrics
 from sie_gateway.models import model_info, model_list
 from sie_gateway.pools import Pools
 from sie_gateway.quota import Quotas
-from sie_gateway.request_log import log_request
+from sie_gateway.request_log import RequestLog
 from sie_gateway.reserving import pool_routes
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import CONSOLE_POLICY, Status, console
@@ -241,6 +241,7 @@ class Edge:
         self._metrics = probes(gateway.not_ready, gateway.metrics.registry) if gateway.settings.gateway_api_metrics else None
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
+        self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
@@ -345,7 +346,7 @@ class Edge:
         if "endpoint" in call.labels and seconds is not None:
             if status != CLIENT_GONE:
                 self._gateway.admission.peers.answered()
-            log_request(call, endpoint, status, seconds)
+            self._log.ended(call, endpoint, status, seconds)
 
 
 def _healthy_workers(gateway: Gateway) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class Call:
     budget_s: float = 0.0  # from received_s on
     resolved: Resolved | None = None  # the model that the path names
     client: str = ""  # its address
+    body: bytes = b""  # of an inference request
     asked: Asked | None = None  # what was understood last
     attempt: int = 0  # how often it began anew because the model's entry changed
     finished: Finished | None = None  # what ran last
@@ -57,6 +59,11 @@ class Call:
         self.shape, self.asked, self.finished = other.shape, other.asked, other.finished
         if self.span is not None and other.span is not None:
             self.span.lead_to(other.span)
+
+    def digest(self) -> bytes:
+        """What its client is known by when it sends the same again."""
+        told = (self.key, self.client, self.path, self.headers.get("x-sie-timeout-ms", ""), self.headers.get("x-sie-priority", ""))
+        return hashlib.blake2b("\0".join(told).encode() + b"\0" + self.body, digest_size=16).digest()
 
     @property
     def work_id(self) -> str:

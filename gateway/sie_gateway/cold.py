@@ -17,8 +17,8 @@ from sie_contracts.topology import Lane
 from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet
 from sie_gateway.metrics import Metrics
-from sie_gateway.prediction import MOST_RETRY_S
 
+MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # of a worker, while this gateway has not seen one start
 ASKED_S = 60.0  # a start that nobody asked for in this time is measured no further
 
@@ -68,7 +68,7 @@ class ColdStarts:
         left_s = self._fleet.loading_left_s(lane, residency)
         if left_s is not None:
             raise ModelLoading(
-                f"{residency} is being loaded", retry_after_s=min(MOST_RETRY_S, math.ceil(left_s)),
+                f"{residency} is being loaded", retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
                 extras={"estimated_wait_s": round(left_s, 1)},
             )  # fmt: skip
         if not self._fleet.of_lane(lane):
@@ -76,7 +76,7 @@ class ColdStarts:
             left_s = self.start_left_s(lane)
             message = f"no worker for {lane.machine_profile} with bundle {lane.bundle} is ready yet"
             raise Provisioning(
-                message, retry_after_s=min(MOST_RETRY_S, math.ceil(left_s)),
+                message, retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
                 extras={
                     "status": "provisioning", "gpu": lane.machine_profile, "bundle": lane.bundle, "estimated_wait_s": round(left_s, 1),
                     "message": message,

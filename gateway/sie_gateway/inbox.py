@@ -92,6 +92,7 @@ class Inbox:
 
     def __init__(self, broker: Broker, metrics: Metrics, fragments: Fragments | None = None) -> None:
         self.subject = f"sie.result.{uuid.uuid4().hex}"
+        self.on_late: Callable[[WorkResult], None] = lambda result: None  # called with each result whose request is over
         self._broker = broker
         self._metrics = metrics
         self._open: dict[str, Collector] = {}
@@ -165,6 +166,8 @@ class Inbox:
         collector = self._open.get(result.request)
         verdict: Verdict = "unknown" if collector is None else "taken" if collector.offer(result) else "duplicate"
         self._metrics.outcomes.labels(verdict).inc()
+        if verdict == "unknown":
+            self.on_late(result)
         if verdict == "taken":
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict

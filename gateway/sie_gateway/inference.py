@@ -47,10 +47,10 @@ from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet
 from sie_gateway.inbox import Collector, Inbox
 from sie_gateway.metrics import Metrics
-from sie_gateway.prediction import retry_after_s
 from sie_gateway.queue import WorkQueue
 from sie_gateway.sending import Sending
 from sie_gateway.shadow import Shadows
+from sie_gateway.turns import Pace
 
 if TYPE_CHECKING:
     from sie_gateway.dialects import Route
@@ -90,6 +90,8 @@ class Inference:
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
+        self._pace = Pace()
+        inbox.on_late = admission.answered_late
         self.idle = asyncio.Event()  # set while nothing is in progress
         self.idle.set()
 
@@ -157,6 +159,7 @@ class Inference:
             await send(await self._answer(call, route, read))
         finally:
             self._enter(-1)
+            self._pace.ended(time.perf_counter())
 
     def _resolve(self, call: Call, route: Route) -> None:
         if route.model is not None:
@@ -164,7 +167,7 @@ class Inference:
 
     async def _answer(self, call: Call, route: Route, read: Callable[[], Awaitable[bytes]]) -> Answer:
         try:
-            raw = await _within(read, call.budget_s)
+            raw = call.body = await _within(read, call.budget_s)
             kept = self.away.find(call, raw)
             if kept is not None:
                 return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
@@ -202,15 +205,11 @@ class Inference:
     def _check_concurrency(self, call: Call) -> None:
         if self.in_progress < self._settings.max_concurrent_requests:
             return
-        expected_s: float | None = 0.0
-        lane: Lane | None = None
-        if call.resolved is not None:
-            lane = self._lane(call.headers, call.resolved)
-            expected_s = self._admission.estimate_s(call.key, lane, self._priority(call.headers, None), call.resolved.residency, 0)
+        lane = self._lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency").inc()
         raise QueueFull(
             f"{self.in_progress} requests are in progress, the limit of this gateway", extras={"queue_depth": self.in_progress},
-            retry_after_s=retry_after_s(expected_s, 0.0),
+            retry_after_s=self._pace.retry_s(time.perf_counter(), self.in_progress),
         )  # fmt: skip
 
     def understand(self, call: Call, asked: Asked) -> Understood:
@@ -354,9 +353,12 @@ class Inference:
         if request.operation in ("tokenize", "decode"):  # nothing of the device
             chunks = [replace(piece, cost=1) for piece in chunks]
         costs = [piece.cost for piece in chunks]
-        self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), deadline_s - time.perf_counter())
+        left_s = deadline_s - time.perf_counter()
+        self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), left_s, call.digest)
         call.charge.take(sum(costs))
-        permits = self._admission.enter(call.key, lane, request.priority, resolved.residency, costs, sum(sizes))
+        permits = self._admission.enter(
+            call.key, lane, request.priority, resolved.residency, costs, sum(sizes), left_s, call.digest, call.work_id
+        )
 
         def on_taken(result: WorkResult) -> None:
             permits.taken(result)
@@ -370,6 +372,7 @@ class Inference:
             collector = self._inbox.open(call.work_id, len(chunks), lane.pool)
             try:
                 collector.on_taken = on_taken
+                permits.on_refused = collector.fail
                 sending = Sending(
                     self._queue, self._admission.peers, lane, request.priority, permits, work_item, collector, deadline_s
                 )

@@ -126,11 +126,11 @@ class Shadows:
         is_cold = not self._fleet.hosts(lane, resolved.residency)
         if is_cold and (resolved.residency in self._opening or not any(map(_has_room, self._fleet.of_lane(lane)))):
             return "cold"
-        return "loaded" if any(self._is_loaded(each, resolved) for each in {lane, finished.request.lane}) else None
+        return "loaded" if any(self._is_loaded(each) for each in {lane, finished.request.lane}) else None
 
-    def _is_loaded(self, lane: Lane, resolved: Resolved) -> bool:
+    def _is_loaded(self, lane: Lane) -> bool:
         """Whether work waits in the lane; of one without workers nothing is known, and nothing would run there."""
-        waits_s = [self._admission.estimate_s(KEY, lane, priority, resolved.residency, 0) for priority in PRIORITIES]
+        waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
     async def _measured(self, call: Call, asked: Asked, finished: Finished, alias: Alias, model: str) -> None:

@@ -74,15 +74,6 @@ class BatchTimes:
             return 0.0
         return line[0] / line[1] if line[1] else math.inf
 
-    def rate(self, full_tokens: float) -> float:
-        """Tokens a second in batches of this size; 0 before the first. While batches were of one size, those are thought to cost by number:
-        a device is rather taken for faster than it is, so that nothing is refused that could have been done."""
-        if not self._n:
-            return 0.0
-        batch_s, token_s = self.line() or (self._y / self._n, 0.0)
-        full_tokens = max(full_tokens, 1.0) if self.line() else max(full_tokens, self._x / self._n)
-        return full_tokens / (batch_s + token_s * full_tokens)
-
 
 def bound(
     hosts: Iterable[Host], *, cold_tokens: int, contested: bool, mean_cost: float, fixed_tokens: float = 0.0, replicas: int = 1
@@ -115,16 +106,6 @@ def bound(
 def _contested(host: Host, fixed_tokens: float) -> float:
     full = host.pipeline * host.batch_cost
     return min(full, host.pipeline / (host.pipeline + 1) * (full + fixed_tokens)) if full else host.credit_cost
-
-
-def capacity(host: Host, batches: BatchTimes, message_cost: float) -> float:
-    """Tokens a second of a host with enough to do, 0 while not known. Its own figure is that of batches as they are now: small ones, of an
-    idle worker, make it lower. So it is at least what its full batches would give, of messages of this mean cost."""
-    if not host.batch_cost or not host.credit_cost:
-        return host.rate
-    messages = host.credit_items * host.batch_cost / host.credit_cost
-    full = batches.rate(min(host.batch_cost, messages * message_cost) if messages else host.batch_cost)
-    return max(host.rate, full) if full else 0.0
 
 
 class Shares:
@@ -215,6 +196,15 @@ class Window:
     def waiting_tokens(self) -> dict[str, int]:
         """Tokens that wait in this gateway, by key."""
         return {key: flow.tokens for key, flow in self._flows.items()}
+
+    def ahead(self, key: str, cost: float) -> float:
+        """Tokens that run before the last of a new request of `cost` tokens may start. Keys take turns by tokens, so of each other key no
+        more than of one's own comes first."""
+        if not self._flows:
+            return self.tokens
+        mine = self._flows[key].tokens if key in self._flows else 0
+        others = sum(min(flow.tokens, mine + cost) for name, flow in self._flows.items() if name != key)
+        return self.tokens + mine + others
 
     def join(self, ticket: Ticket) -> None:
         """Queue a request behind those of its key."""

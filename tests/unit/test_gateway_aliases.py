@@ -279,7 +279,7 @@ class Harness:
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
         return self.workers
 
-    def estimate_s(self, key: str, lane: Lane, priority: Priority, *_: Any) -> float | None:
+    def expected_s(self, lane: Lane, priority: Priority) -> float | None:
         return self.wait_s if priority == self.waits else 0.0
 
     async def run(self, call: Call, asked: Asked) -> Finished:

@@ -17,15 +17,16 @@ import httpx
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from inprocess import InProcess
+from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.runtime.process import configure_logging
 from sie_contracts.runtime.tracing import set_current
 from sie_contracts.trace_context import Context
+from sie_gateway import request_log
 from sie_gateway.call import Call
 from sie_gateway.reply import STAGES
-from sie_gateway.request_log import log_request
+from sie_gateway.request_log import RequestLog, log_request
 
 Lines = Callable[[], list[dict[str, Any]]]
 TOKEN = "token-7d31"
@@ -210,3 +211,26 @@ def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.WARNING, "sie.gateway")
     log_request(Call("the-id", 0.0, {}), "score", 200, 0.1)
     assert not caplog.records
+
+
+async def test_refused_requests_are_counted_and_a_few_have_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """B10: 5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one with the rest."""
+    monkeypatch.setattr(request_log, "INTERVAL_S", 0.2)
+    caplog.set_level(logging.INFO, "sie.gateway")
+    log = RequestLog()
+    for number in range(5000):
+        code, status = (("QUEUE_FULL", 503), ("RATE_LIMITED", 429))[number % 2]
+        log.ended(Call(f"r{number}", 0.0, {}, code=code), "encode", status, 0.001)
+        if number % 100 == 0:
+            log.ended(Call(f"a{number}", 0.0, {}), "encode", 200, 0.1)
+    await until(lambda: "more requests" in caplog.records[-1].getMessage(), "the line with the rest")
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith("encode 200") for line in lines) == 50
+    assert sum(line.startswith(("encode 503", "encode 429")) for line in lines) == request_log.MAX_REFUSED_LINES
+    assert len(lines) == 50 + request_log.MAX_REFUSED_LINES + 1
+    kinds = "encode 503 code=QUEUE_FULL 2490, encode 429 code=RATE_LIMITED 2490"
+    assert lines[-1] == f"4980 more requests were refused in 0 s: {kinds}"
+    log.ended(Call("later", 0.0, {}, code="QUEUE_FULL"), "encode", 503, 0.001)
+    assert caplog.records[-1].getMessage().startswith("encode 503")

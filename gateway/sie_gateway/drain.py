@@ -1,0 +1,173 @@
+"""How fast the work of one model at one priority leaves the queue, measured while there is work, and the wait that follows. Pure.
+
+    results of batches ──► time between batches that had work waiting ──► time of a batch ──► wait = batches ahead x that time
+
+Only measured time counts. The time between two results is a sample if the later work was in the queue before the earlier result came:
+then the workers had no pause in between. An idle worker therefore yields no sample, and without a sample nothing is predicted. The samples
+are those of this gateway alone, so that several gateways, several workers, other models and other priorities are all in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from typing import NamedTuple
+
+LEAST_SAMPLES, LEAST_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
+MAX_SAMPLES = 64
+EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
+OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
+MAX_EVIDENCE = 64
+STALL_S, UNKNOWN_STALL_S = 1.0, 5.0  # without a result for so long the queue may stand still; the second before any sample
+STALL_BATCHES = 3.0
+LOOK_S = 0.1
+MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
+SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
+RECENT_BATCHES = 16  # to which a late result of the same batch is added
+
+
+class Wait(NamedTuple):
+    """The wait of a request. `least_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has one more, the batch
+    that was formed before it came. `stalled_s`: for how long nothing has come, where that is unusual; it may well last as long again.
+    `evidence`: samples that this rests on, 0 to MAX_EVIDENCE. `rate`: tokens a second, 0 while not known. `batch_s`: of one batch."""
+
+    least_s: float = 0.0
+    likely_s: float = 0.0
+    stalled_s: float = 0.0
+    evidence: int = 0
+    rate: float = 0.0
+    batch_s: float = 0.0
+
+
+class _Batch:
+    """What one batch brought to this gateway."""
+
+    __slots__ = ("at_s", "before_s", "device_s", "is_counted", "is_crowded", "is_sample", "name", "queued_s", "tokens")
+
+    def __init__(self, name: str, at_s: float, before_s: float, queued_s: float, is_crowded: bool, device_s: float) -> None:
+        self.name = name
+        self.at_s = at_s
+        self.before_s = before_s
+        self.queued_s = queued_s
+        self.is_crowded = is_crowded
+        self.device_s = device_s
+        self.is_sample = device_s < math.inf
+        self.is_counted = False
+        self.tokens = 0.0
+
+    def seconds(self, lanes: int) -> float:
+        """Since the result before it. If its work was queued later, there was a pause, and the device knows better."""
+        if self.queued_s <= self.before_s:
+            return self.at_s - self.before_s
+        return min(self.at_s - self.queued_s, self.device_s / lanes)
+
+
+class _Sample(NamedTuple):
+    tokens: float
+    seconds: float
+    is_crowded: bool
+
+
+class Known(NamedTuple):
+    """A batch as the last samples have it. `is_full`: it is as large as it gets. `longest_s`: of one of them."""
+
+    tokens: float
+    seconds: float
+    is_full: bool
+    longest_s: float
+
+
+class Drain:
+    """Times are those of one clock, seconds."""
+
+    __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "_last_s")
+
+    def __init__(self) -> None:
+        self._batches: deque[_Batch] = deque(maxlen=MAX_SAMPLES)
+        self._last_s = -math.inf  # of the last result
+        self._lanes = 1
+        self._evidence = 0
+        self._known: Known | None = None
+        self._known_s = -math.inf  # when it was worked out, for as long as no batch came
+
+    def left(
+        self, now_s: float, batch: str, tokens: float, queued_s: float, *, is_crowded: bool, device_s: float = math.inf, lanes: int = 1
+    ) -> None:  # fmt: skip
+        """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they were queued while more
+        waited than the workers take in, so that no batch is larger. `device_s`: what the batch took, of which `lanes` run at a time."""
+        if not batch:  # nothing ran
+            return
+        found = next((each for each in itertools.islice(reversed(self._batches), RECENT_BATCHES) if each.name == batch), None)
+        if found is None:
+            found = _Batch(batch, now_s, self._last_s, queued_s, is_crowded, device_s)
+            self._lanes = lanes
+            self._batches.append(found)
+            self._last_s = now_s
+        found.queued_s = min(found.queued_s, queued_s)
+        found.is_crowded |= is_crowded
+        found.tokens += tokens
+        found.is_sample |= found.queued_s <= found.before_s
+        if found.is_sample and not found.is_counted:
+            found.is_counted = True
+            self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
+
+    def _samples(self, now_s: float) -> list[_Sample]:
+        """The last batches that count, the newest first."""
+        found: list[_Sample] = []
+        span_s = 0.0
+        for batch in reversed(self._batches):
+            age_s, seconds = now_s - batch.at_s, batch.seconds(self._lanes)
+            if age_s < SETTLED * (batch.device_s if batch.device_s < math.inf else seconds):
+                continue
+            if age_s > EXPIRY_S + EXPIRY_BATCHES * seconds:
+                break
+            if len(found) >= LEAST_SAMPLES * self._lanes and span_s >= LEAST_SPAN_S:
+                break
+            if batch.is_sample:
+                found.append(_Sample(batch.tokens, seconds, batch.is_crowded))
+                span_s += seconds
+        return found
+
+    def batch(self, now_s: float) -> Known | None:
+        """None without a sample."""
+        if now_s - self._known_s > LOOK_S:
+            self._known, self._known_s = self._batch(now_s), now_s
+        return self._known
+
+    def _batch(self, now_s: float) -> Known | None:
+        samples = self._samples(now_s)
+        if not samples:
+            if not self._batches or now_s - self._batches[-1].at_s > EXPIRY_S:
+                self._evidence = 0
+            return None
+        longest, *others = sorted(samples, key=lambda each: each.seconds, reverse=True)
+        if others and longest.seconds > max(OUTLIER * others[0].seconds, LEAST_SPAN_S / 2):
+            samples.remove(longest)
+            longest = others[0]
+        full = [each for each in samples if each.is_crowded]
+        counted = full or samples
+        tokens = sum(each.tokens for each in counted) / len(counted)
+        seconds = sum(each.seconds for each in counted) / len(counted)
+        return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), longest.seconds)
+
+    def wait(self, now_s: float, ahead: float, cost: float, oldest_s: float, full_tokens: float, fixed_tokens: float) -> Wait:
+        """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
+
+        A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens) of their time;
+        `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a larger batch takes no longer.
+        """
+        known = self.batch(now_s)
+        silent_s = now_s - max(oldest_s, self._last_s)
+        if known is None:
+            return Wait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
+        tokens, seconds, is_full, longest_s = known
+        size = tokens if is_full else max(tokens, min(ahead + cost, full_tokens))
+        if size > tokens and fixed_tokens < math.inf:
+            seconds *= (fixed_tokens + min(size, MAX_GROWTH * tokens)) / (fixed_tokens + tokens)
+        spent_s = min(max(0.0, silent_s), seconds)
+        batches = (ahead + cost) / size
+        stalled_s = silent_s if silent_s > max(STALL_S, STALL_BATCHES * longest_s) else 0.0
+        least_s = max(0.0, batches * seconds - spent_s)
+        likely_s = (batches + 1) * seconds - spent_s
+        return Wait(least_s, likely_s, stalled_s, self._evidence, size / seconds, seconds)

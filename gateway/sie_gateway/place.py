@@ -1,0 +1,214 @@
+"""One model at one priority of a lane, as one gateway sees it, and whether one more request would be answered in time. Pure.
+
+Rules of `judge`, in this order:
+
+1. Nothing of this model is in the queue, or no worker has it loaded: let in.
+2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses nobody. Up to the
+   floor of work the doubt is larger.
+3. A queue that stands still for longer than the budget refuses.
+4. Clients that were refused have turns (`turns`). While they are expected, others are let in up to TURN_SHARE of their budget.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from sie_contracts.messages import Heartbeat, Ok, Priority, WorkResult
+from sie_contracts.topology import Lane
+from sie_gateway.drain import Drain, Wait
+from sie_gateway.turns import Turns
+from sie_gateway.window import BatchTimes, Bound, Ticket, Window
+
+MARGIN = 1.1  # on the time that a request is expected to take
+DOUBT, FLOOR_DOUBT = 1.0, 4.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
+TURN_SHARE = 0.5  # of a budget: ahead of those who are let in while others have a turn
+TURN_PACE = 0.75  # of what leaves the queue: the part that turns are given for; clients without one have the rest
+STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
+TURN_AHEAD = 0.25  # of a budget: ahead of a client when its turn comes
+
+
+class Refusal(NamedTuple):
+    """`wait_s` is expected, `turn_s` is when there will be room for this request."""
+
+    wait_s: float
+    turn_s: float
+    is_stalled: bool
+
+
+class Entered:
+    """A request from its admission to its end. `queued_s`: when each chunk that is in the queue was let into it, and
+    whether more was waiting then."""
+
+    __slots__ = ("client", "cost", "deadline_s", "is_decided", "queued_s", "request", "ticket")
+
+    def __init__(self, ticket: Ticket, deadline_s: float, client: Callable[[], bytes], request: str) -> None:
+        self.ticket = ticket
+        self.request = request
+        self.cost = sum(ticket.costs)
+        self.deadline_s = deadline_s
+        self.client = client
+        self.is_decided = False  # it has a result, or was refused after all
+        self.queued_s: dict[int, tuple[float, bool]] = {}
+
+
+class Place:
+    """What it knows of its hosts is looked up again when a heartbeat came, or after a second."""
+
+    def __init__(self, lane: Lane, priority: Priority, residency: str, window: Window) -> None:
+        self.lane = lane
+        self.priority = priority
+        self.residency = residency
+        self.window = window
+        self.batches = BatchTimes()
+        self.drain = Drain()
+        self.turns = Turns()
+        self.entered: dict[Ticket, Entered] = {}  # in their order
+        self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
+        self.bound = Bound()
+        self.hosts: list[Heartbeat] = []
+        self.version = -1
+        self.until_s = self.used_s = 0.0
+        self.shed_s = 0.0
+        self._busy_s = math.inf  # since when something is in the queue
+
+    # what happens
+
+    def tokens(self, costs: Sequence[int]) -> list[int]:
+        return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
+
+    def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
+        """A chunk was let into the queue."""
+        self._busy_s = min(self._busy_s, now_s)
+        self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
+
+    def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
+        """Learn from a result what an estimated token really is, what a batch takes, and how fast the queue empties."""
+        self.batches.note(result.batch.tokens, result.stages.inference_ms / 1000)
+        tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+        if tokens:
+            ratio = tokens / estimate
+            self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
+        entered = self.entered.get(ticket)
+        if entered is not None:
+            entered.is_decided = True
+            self.left(entered, result, now_s)
+
+    def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
+        """A chunk has left the queue, in time or not."""
+        if result.chunk not in entered.queued_s:
+            return
+        name = f"{result.worker} {result.batch.id}" if result.batch.id else ""
+        queued_s, is_crowded = entered.queued_s.pop(result.chunk)
+        device_s = result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf
+        tokens = entered.ticket.costs[result.chunk]
+        self.drain.left(now_s, name, tokens, queued_s, is_crowded=is_crowded, device_s=device_s, lanes=self._lanes())
+
+    def freed(self) -> None:
+        """Something has left the queue."""
+        if not self.window.items:
+            self._busy_s = math.inf
+
+    # what follows
+
+    def wait(self, now_s: float, ahead: float, cost: float) -> Wait:
+        """Of a request of `cost` tokens behind so many."""
+        line = self.batches.line()
+        fixed = math.inf if line is None or not line[1] else line[0] / line[1]
+        return self.drain.wait(now_s, ahead, cost, min(now_s, self._busy_s), self._full_tokens(cost), fixed)
+
+    def _lanes(self) -> int:
+        """Batches that the hosts run at a time."""
+        return max(1, sum(_lanes(host) for host in self.hosts))
+
+    def _full_tokens(self, cost: float) -> float:
+        """Of a full batch: by tokens, or by messages such as those in the queue."""
+        window = self.window
+        message = window.tokens / window.items if window.items else cost
+        found = []
+        for host in self.hosts:
+            by_items = host.credit_items * host.batch_cost / host.credit_cost * message if host.credit_cost else math.inf
+            found.append(min(host.batch_cost or math.inf, by_items))
+        return max(1.0, sum(found) / len(found)) if found else math.inf
+
+    def judge(self, now_s: float, key: str, cost: float, budget_s: float, floor: float, client: Callable[[], bytes]) -> Refusal | None:
+        """Whether to refuse a request of `cost` tokens that came with this budget. Up to `floor` tokens of work it takes more to refuse."""
+        ahead = self.window.ahead(key, cost)
+        if not ahead or not self.hosts:
+            return None
+        wait = self.wait(now_s, ahead, cost)
+        promised = self.turns.promised(now_s)
+        believed = MARGIN * wait.evidence / (wait.evidence + (FLOOR_DOUBT if ahead <= floor else DOUBT))
+        is_turn = promised > 0 and self.turns.claim(now_s, client())
+        if wait.stalled_s + believed * wait.likely_s <= budget_s:
+            if not promised or is_turn or wait.likely_s <= TURN_SHARE * budget_s:
+                return None
+            if believed * self.wait(now_s, ahead + promised, cost).likely_s <= budget_s:
+                return None
+        return self._refusal(wait, ahead + (promised + cost) / TURN_PACE, budget_s)
+
+    def _refusal(self, wait: Wait, ahead: float, budget_s: float) -> Refusal:
+        turn_s = ahead / wait.rate - TURN_AHEAD * budget_s if wait.rate else 0.0
+        return Refusal(wait.likely_s + wait.stalled_s, max(0.0, STALL_TURN * wait.stalled_s + turn_s), bool(wait.stalled_s))
+
+    def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
+        """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of the wait when they
+        were let in was wrong."""
+        window = self.window
+        everything = window.tokens + sum(window.waiting_tokens().values())
+        if not self.entered or not self.hosts or not self.wait(now_s, everything, 0.0).evidence:
+            return []
+        batch = self.drain.batch(now_s)
+        at_workers = batch.tokens * self._lanes() if batch else 0.0
+        inside = 0.0
+        found: list[tuple[Entered, float]] = []
+        waiting: dict[str, list[Entered]] = {}
+        for entered in self.entered.values():
+            if entered.is_decided and not entered.queued_s:
+                continue
+            held = sum(entered.ticket.costs[chunk] for chunk in entered.queued_s)
+            if not entered.ticket.next:
+                if entered.is_decided:
+                    continue
+                waiting.setdefault(entered.ticket.key, []).append(entered)
+            elif inside >= at_workers and not entered.is_decided:
+                found.append((entered, inside))
+            inside += held
+        found += self._behind(waiting)
+        late = []
+        for entered, ahead in found:
+            wait = self.wait(now_s, ahead, entered.cost)
+            if wait.evidence / (wait.evidence + DOUBT) * wait.least_s > entered.deadline_s - now_s:
+                late.append((entered, wait))
+        return late
+
+    def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal]]:
+        """`late`, each with its turn: one after the other, behind all that stays and all that was promised before."""
+        late = self.late(now_s)
+        for entered, _ in late:
+            entered.is_decided = True
+        gone = sum(entered.cost for entered, _ in late)
+        stays = self.window.tokens + sum(self.window.waiting_tokens().values()) - gone
+        for entered, wait in late:
+            yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / TURN_PACE, 0.0)
+
+    def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
+        """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
+        sizes = sorted(self.window.waiting_tokens().values())
+        sums = [0.0, *itertools.accumulate(sizes)]
+        for key, those in waiting.items():
+            own, mine = self.window.waiting_tokens()[key], 0.0
+            for entered in those:
+                most = mine + entered.cost
+                smaller = bisect.bisect_right(sizes, most)
+                others = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
+                yield entered, self.window.tokens + mine + others
+                mine = most
+
+
+def _lanes(host: Heartbeat) -> int:
+    """A worker takes in two full batches for each lane beside those that are at its adapter."""
+    return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

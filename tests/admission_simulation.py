@@ -1,0 +1,433 @@
+"""Clients, the real Admission of gateways, and workers whose device is a clock, in virtual time: what a rule refuses, and whether it must.
+
+    clients ──► Rule (Admission, or the rule before it) ──► queue ──► workers: a batch takes a + b x tokens ──► results ──► Rule
+
+Of a request that was refused it is worked out what would have become of it: `true_s`
+takes all work that was ahead of it at that moment, and that of clients who were promised a turn before it, by the true times of the device,
+what is still to come included. A refusal is false if the request would then have been answered within its budget, with SPARE to spare.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import Mock
+
+from inprocess import settings_of
+
+from sie_contracts.errors import QueueFull
+from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
+from sie_contracts.topology import Lane
+from sie_gateway.admission import Admission
+from sie_gateway.backlog import Backlog
+from sie_gateway.fleet import Fleet
+from sie_gateway.place import Place
+from sie_sidecar.rate import Rate
+
+LANE = Lane("_default", "_default", "default")
+MODEL = "toy/one"
+WAY_S = 0.001  # of a message, each way
+COALESCE_S = 0.005  # that a worker without work waits for a batch to fill
+LATE_S = 0.25  # by which a worker still begins what is late
+SPARE = 0.1  # of a budget
+BEAT_S = 1.0
+STALL_S, SLOWER = 6.0, 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix. `start`: "cold", "tiny" (one small request before), "stall" (nothing runs for 6 s after a third of the time
+    or of the requests), "slow" (everything takes the device ten times as long from then on). `load`: "closed", each client asks again when
+    it was answered; "open", requests come at ten times the capacity; "burst", each client asks once. A client that was refused comes again
+    when it was told to."""
+
+    batch_s: float
+    token_s: float
+    clients: int
+    budget_s: float
+    start: str = "cold"
+    load: str = "closed"
+    tokens: int = 8
+    workers: int = 1
+    gateways: int = 1
+    batch_cost: int = 4096
+    batch_items: int = 64
+    seconds: float = 30.0
+    requests: int = 4000  # at which it ends at the latest
+    seed: int = 1
+
+
+@dataclass
+class Try:
+    at_s: float
+    tokens: int
+    deadline_s: float
+    client: int
+    is_return: bool
+    end_s: float = 0.0
+    outcome: str = ""  # answered, late, refused, shed
+    would_s: float = math.inf  # what it would have taken, of one that was refused
+    retry_s: int = 0
+
+
+@dataclass
+class Report:
+    case: Case
+    tries: list[Try] = field(default_factory=list)
+    capacity: float = 0.0  # requests a second
+    busy_s: float = 0.0
+    seconds: float = 0.0
+    phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
+
+    def is_onset(self, at_s: float) -> bool:
+        return any(begin_s <= at_s < end_s for begin_s, end_s in self.phases)
+
+    def of(self, outcome: str) -> list[Try]:
+        return [each for each in self.tries if each.outcome == outcome]
+
+    @property
+    def false(self) -> int:
+        """Refused at once although it would have been answered in time, with a tenth of the budget and a batch to spare."""
+        case = self.case
+        spare_s = SPARE * case.budget_s + case.batch_s + case.token_s * min(case.batch_cost, case.batch_items * case.tokens)
+        return sum(each.would_s + spare_s <= each.deadline_s - each.at_s for each in self.of("refused") + self.of("shed"))
+
+    def late(self, *, onset: bool) -> tuple[int, int]:
+        accepted = [each for each in self.tries if each.outcome in ("answered", "late", "shed") and self.is_onset(each.at_s) == onset]
+        return sum(each.outcome == "late" for each in accepted), len(accepted)
+
+    def returns(self) -> tuple[int, int]:
+        """Those that were let in, of those that came again when they were told to."""
+        found = [each for each in self.tries if each.is_return and each.outcome]
+        return sum(each.outcome in ("answered",) for each in found), len(found)
+
+    def goodput(self) -> float:
+        """Answers in time over what the device can do, from the end of the first onset on."""
+        begin_s = self.phases[0][1] if self.phases else 0.0
+        done = sum(each.outcome == "answered" and begin_s <= each.end_s <= self.seconds for each in self.tries)
+        return done / (self.capacity * (self.seconds - begin_s)) if self.seconds > begin_s else math.nan
+
+
+class Device:
+    """A worker. Its next batch is formed as the one before ends, of all that waits by then."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.batches = 0
+        self.running: tuple[float, list[Job]] | None = None
+        self.rate = Rate()  # that its heartbeats tell
+
+    def take(self) -> None:
+        world, case, batch, tokens = self.world, self.world.case, [], 0
+        while self.running is None and world.queue and len(batch) < case.batch_items:
+            job = world.queue[0]
+            if not job.withdrawn and world.now_s <= job.one.deadline_s + LATE_S:
+                if batch and tokens + job.one.tokens > case.batch_cost:
+                    break
+                batch.append(job)
+                tokens += job.one.tokens
+            world.queue.popleft()
+        if batch:
+            self.batches += 1
+            end_s, name = world.worked(world.now_s, case.batch_s + case.token_s * tokens), str(self.batches)
+            self.running = end_s, batch
+            self.rate.sent(world.now_s)
+            seconds = end_s - world.now_s
+            world.at(end_s, lambda: self.ran(batch, tokens, seconds, name))
+
+    def ran(self, batch: list[Job], tokens: int, seconds: float, name: str) -> None:
+        world = self.world
+        world.busy_s += seconds
+        self.running = None
+        self.rate.ended(tokens, world.now_s)
+        note = BatchNote(name, len(batch), len(batch), tokens)
+        for job in batch:
+            result = WorkResult(job.name, 0, self.name, (Ok({}, job.one.tokens),), stages=Stages(inference_ms=seconds * 1000), batch=note)
+            world.at(world.now_s + WAY_S, lambda job=job, result=result: world.answered(job, result))
+        self.take()
+
+
+@dataclass(eq=False)
+class Job:
+    one: Try
+    permits: Any = None
+    gateway: int = 0
+    name: str = ""
+    withdrawn: bool = False
+    then: Callable[[Try], None] = print
+
+
+class Before(Admission):
+    """The rule before this one: all that is ahead and a full batch of every worker, by the rates that the workers tell of themselves, or
+    that full batches would have by the times of the last ones. No turns."""
+
+    def check(self, key: str, lane: Lane, priority: Any, residency: str, cost: int, budget_s: float, client: Any = bytes) -> None:
+        place = self._place(lane, priority, residency)
+        ahead = place.window.ahead(key, cost)
+        self._look(place, self._clock())
+        if not ahead or not place.hosts:
+            return
+        rate = 0.0
+        for host in place.hosts:
+            full = min(host.batch_cost, host.credit_items * host.batch_cost / host.credit_cost * cost)
+            full_s = self._batch_s(place, full)
+            rate += max(host.rate, full / full_s) if full_s else 0.0
+        wait_s = (ahead + max(cost, sum(host.batch_cost for host in place.hosts))) / rate if rate else 0.0
+        if 1.2 * wait_s > budget_s:
+            raise QueueFull("", retry_after_s=max(1, min(5, math.ceil(wait_s - budget_s))))
+
+    def _batch_s(self, place: Place, full: float) -> float:
+        batches = place.batches
+        if not batches._n:
+            return 0.0
+        line = batches.line()
+        if line is None:
+            return batches._y / batches._n * full / max(full, batches._x / batches._n)
+        return line[0] + line[1] * full
+
+    def _shed(self, place: Place, now_s: float) -> None:
+        pass
+
+
+class World:
+    """One run of a case."""
+
+    def __init__(self, case: Case, rule: Callable[..., Any] = Admission) -> None:
+        self.case = case
+        self.random = random.Random(case.seed)
+        random.seed(case.seed)  # of the jitter in Retry-After
+        self.now_s = 100.0
+        self.busy_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], Any]]] = []
+        self._count = 0
+        self.queue: deque[Job] = deque()
+        self.waiting: list[dict[Job, None]] = [{} for _ in range(case.gateways)]
+        self.entered: dict[Job, None] = {}
+        self.entered_tokens = 0
+        self.stops: list[tuple[float, float, float]] = []  # from, until, how many times as slow; infinite for a stall
+        self.report = Report(case)
+        settings = settings_of(SIE_HEARTBEAT_TIMEOUT_MS="100000000")
+        self.gateways = []
+        for _ in range(case.gateways):
+            fleet = Fleet(Mock(), settings, self.time)
+            backlog = Backlog(Mock(), (), self.time)
+            one = rule(settings, Mock(), fleet, backlog, Mock(), clock=self.time)
+            one.peers.count = lambda: case.gateways
+            self.gateways.append((one, fleet))
+        self.devices = [Device(self, f"w{number}") for number in range(case.workers)]
+        self.open = [0] * case.gateways
+
+    def time(self) -> float:
+        return self.now_s
+
+    def at(self, due_s: float, action: Callable[[], Any]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (due_s, self._count, action))
+
+    def worked(self, begin_s: float, work_s: float) -> float:
+        """When so much work is done that begins now."""
+        now_s = begin_s
+        for from_s, until_s, factor in self.stops:
+            if until_s <= now_s:
+                continue
+            if now_s < from_s:
+                if now_s + work_s <= from_s:
+                    return now_s + work_s
+                work_s -= from_s - now_s
+                now_s = from_s
+            if factor == math.inf:
+                now_s = until_s
+            elif now_s + work_s * factor <= until_s:
+                return now_s + work_s * factor
+            else:
+                work_s -= (until_s - now_s) / factor
+                now_s = until_s
+        return now_s + work_s
+
+    def full(self) -> int:
+        """Requests of a full batch."""
+        return max(1, min(self.case.batch_items, self.case.batch_cost // self.case.tokens))
+
+    def true_end_s(self, tokens: int) -> float:
+        """When a request would be answered that is let in now, behind all that is ahead and all that was promised."""
+        running = [job.one.tokens for device in self.devices if device.running for job in device.running[1] if not job.withdrawn]
+        promised = sum(self.promised(one) for one, _ in self.gateways)
+        ahead, count = self.entered_tokens - sum(running) + promised, len(self.entered) - len(running) + promised / self.case.tokens
+        return self.end_s(ahead + tokens, count + 1)
+
+    def shed_end_s(self, job: Job) -> float:
+        """The same of one that was let in."""
+        running = {id(each) for device in self.devices if device.running for each in device.running[1]}
+        ahead = [each.one.tokens for each in itertools.takewhile(lambda each: each is not job, self.entered) if id(each) not in running]
+        return self.end_s(sum(ahead) + job.one.tokens, len(ahead) + 1)
+
+    def end_s(self, tokens: float, count: float) -> float:
+        """When so much is done beside what runs."""
+        case = self.case
+        batches = math.ceil(max(tokens / case.batch_cost, count / case.batch_items))
+        begun_s = min(device.running[0] if device.running else self.now_s for device in self.devices)
+        return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
+
+    def promised(self, one: Any) -> float:
+        return sum(place.turns.promised(self.now_s) for place in one._places.values())
+
+    # ---- clients
+
+    def ask(self, client: int, *, is_return: bool = False, token: bytes = b"", then: Callable[[Try], None]) -> None:
+        case = self.case
+        tokens = case.tokens if case.tokens < 16 else max(3, int(self.random.lognormvariate(math.log(case.tokens), 0.6)))
+        one = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return)
+        self.report.tries.append(one)
+        gateway = client % case.gateways
+        admission = self.gateways[gateway][0]
+        try:
+            admission.check("key", LANE, "interactive", MODEL, tokens, case.budget_s, lambda: token)
+            number = str(len(self.report.tries))
+            permits = admission.enter("key", LANE, "interactive", MODEL, [tokens], 100, case.budget_s, lambda: token, number)
+        except QueueFull as error:
+            one.outcome, one.end_s, one.retry_s = "refused", self.now_s, error.retry_after_s
+            one.would_s = self.true_end_s(tokens) - self.now_s
+            then(one)
+            return
+        job = Job(one, permits, gateway, number)
+        self.entered[job] = None
+        self.entered_tokens += tokens
+
+        def refuse(error: QueueFull) -> None:
+            one.outcome, one.end_s, one.retry_s = "shed", self.now_s, error.retry_after_s
+            one.would_s = self.shed_end_s(job) - one.at_s
+            self.at(self.now_s, lambda: self.close(job, then))
+
+        permits.on_refused = refuse
+        self.waiting[gateway][job] = None
+        if permits.take():
+            self.publish(job)
+        else:
+            permits.grant = lambda chunk: self.publish(job)
+        self.open[gateway] += 1
+        job.then = then
+        self.at(one.deadline_s, lambda: self.timeout(job))
+
+    def publish(self, job: Job) -> None:
+        self.waiting[job.gateway].pop(job, None)
+
+        def arrive() -> None:
+            self.queue.append(job)
+            self.at(self.now_s + COALESCE_S, self.take)
+
+        self.at(self.now_s + WAY_S, arrive)
+
+    def take(self) -> None:
+        for device in self.devices:
+            device.take()
+
+    def answered(self, job: Job, result: WorkResult) -> None:
+        if job.withdrawn:
+            self.gateways[job.gateway][0].answered_late(result)
+            return
+        job.permits.taken(result)
+        if not job.one.outcome:
+            job.one.outcome, job.one.end_s = "answered", self.now_s
+            self.close(job, job.then)
+
+    def timeout(self, job: Job) -> None:
+        if not job.one.outcome:
+            job.one.outcome, job.one.end_s = "late", self.now_s
+            self.close(job, job.then)
+
+    def close(self, job: Job, then: Callable[[Try], None]) -> None:
+        if job.withdrawn:
+            return
+        job.withdrawn = True
+        del self.entered[job]
+        self.entered_tokens -= job.one.tokens
+        self.waiting[job.gateway].pop(job, None)
+        self.open[job.gateway] -= 1
+        job.permits.close()
+        then(job.one)
+
+    # ---- the run
+
+    def run(self) -> Report:
+        case, report = self.case, self.report
+        start_s = self.now_s
+        end_s = start_s + case.seconds
+        full_s = case.batch_s + case.token_s * case.tokens * self.full()
+        report.capacity = case.workers * self.full() / full_s
+        onset_s = max(2 * case.budget_s, 10 * full_s, 1.0)
+        begin_s = start_s
+        if case.start == "tiny":
+            self.at(start_s, lambda: self.ask(0, then=lambda one: None))
+            begin_s = start_s + 2.0 + 2 * (case.batch_s + case.token_s * case.tokens)
+        report.phases = [(start_s, begin_s + onset_s)]
+        self.beat()
+        over = False
+
+        def loop(client: int) -> None:
+            def then(one: Try) -> None:
+                if self.now_s >= end_s or over:
+                    return
+                if one.outcome in ("refused", "shed"):
+                    ready_s = self.now_s + one.retry_s + self.random.uniform(0.001, 0.02)
+                    self.at(ready_s, lambda: self.ask(client, is_return=True, token=b"%d" % client, then=then))
+                elif case.load == "closed":
+                    self.at(self.now_s + self.random.uniform(0.0, 0.002), lambda: self.ask(client, token=b"%d" % client, then=then))
+
+            self.ask(client, token=b"%d" % client, then=then)
+
+        if case.load == "open":
+            rate = 10 * report.capacity
+            number = 0
+
+            def arrive() -> None:
+                nonlocal number
+                if self.now_s < end_s and not over:
+                    number += 1
+                    loop(number)
+                    self.at(self.now_s + self.random.expovariate(rate), arrive)
+
+            self.at(begin_s, arrive)
+        else:
+            for client in range(case.clients):
+                self.at(begin_s + self.random.uniform(0, 0.002), lambda client=client: loop(client))
+        while self._events:
+            due_s, _, action = heapq.heappop(self._events)
+            if case.start in ("stall", "slow") and not self.stops and (
+                len(report.tries) >= case.requests / 3 or due_s >= start_s + case.seconds / 3
+            ):  # fmt: skip
+                if case.start == "stall":
+                    self.stops = [(self.now_s, self.now_s + STALL_S, math.inf)]
+                    report.phases.append((self.now_s - case.budget_s, self.now_s + STALL_S + onset_s))
+                else:
+                    self.stops = [(self.now_s, math.inf, SLOWER)]
+                    report.phases.append((self.now_s - case.budget_s, self.now_s + onset_s + 10 * SLOWER * full_s))
+            if due_s > end_s + 2 * case.budget_s:
+                break
+            self.now_s = max(self.now_s, due_s)
+            if len(report.tries) >= case.requests and not over:
+                over, end_s = True, min(end_s, self.now_s)
+            action()
+            if self.now_s >= end_s and not any(self.open):
+                break
+        report.seconds = min(end_s, self.now_s)
+        report.busy_s = self.busy_s
+        return report
+
+    def beat(self) -> None:
+        case = self.case
+        for one, fleet in self.gateways:
+            for device in self.devices:
+                fleet.note(Heartbeat(
+                    device.name, "_default", "_default", "default", True, "0", models=(ModelStatus(MODEL, "loaded"),),
+                    rate=device.rate.tokens_per_s, credit_cost=4 * case.batch_cost, credit_items=4 * case.batch_items,
+                    batch_cost=case.batch_cost, pipeline=2,
+                ))  # fmt: skip
+            one.sweep()
+        self.at(self.now_s + BEAT_S, self.beat)

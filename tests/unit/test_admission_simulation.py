@@ -1,0 +1,60 @@
+"""A few cells of the matrix of `bench/admission.py`: who is refused, who is late and what the device does, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from admission_simulation import Before, Case, Report, World
+
+from sie_gateway.admission import Admission
+
+IDLE = (
+    Case(0.03, 2e-5, 40, 10, "tiny", requests=400), Case(0.5, 2e-6, 200, 10, "tiny", requests=600, seconds=60),
+    Case(0.01, 2e-3, 100, 10, "stall", requests=900, seconds=60), Case(0.1, 2e-4, 500, 10, "cold", requests=1200, seconds=60),
+)  # fmt: skip
+FULL = (
+    Case(0.1, 2e-3, 0, 2, load="open", seconds=10, requests=4000, batch_items=8),
+    Case(0.1, 2e-3, 0, 2, load="open", seconds=10, requests=4000, batch_items=4, workers=2, gateways=2),
+    Case(0.5, 2e-3, 500, 10, requests=2500, seconds=200), Case(0.05, 2e-4, 500, 10, "slow", requests=2500, seconds=150),
+)  # fmt: skip
+
+
+def shares(report: Report) -> tuple[float, float, float]:
+    """Of false refusals among all, of late ones among the accepted, in steady state and at the onset."""
+    (steady, of_steady), (onset, of_onset) = report.late(onset=False), report.late(onset=True)
+    return report.false / len(report.tries), steady / max(1, of_steady), onset / max(1, of_onset)
+
+
+@pytest.mark.parametrize("case", IDLE, ids=str)
+def test_what_can_be_answered_is_not_refused(case: Case) -> None:
+    """Cold, after one tiny request, and after a stall."""
+    false, steady, onset = shares(World(case).run())
+    assert false <= 0.01
+    assert steady <= 0.01
+    assert onset <= 0.05
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_above_capacity_the_device_stays_busy_with_what_is_answered_in_time(case: Case) -> None:
+    report = World(case).run()
+    false, steady, onset = shares(report)
+    assert false <= 0.01
+    assert steady <= 0.01
+    assert onset <= 0.05
+    assert report.of("refused") or report.of("shed")
+    if case.load == "open":
+        assert report.goodput() >= 0.95
+    served, came = report.returns()
+    assert served >= (0.8 if case.gateways == 1 else 0.5) * came
+
+
+def test_the_rule_before_refuses_what_can_be_answered() -> None:
+    case = Case(0.1, 2e-3, 500, 10, "cold", requests=1200, seconds=60)
+    before, now = World(case, Before).run(), World(case, Admission).run()
+    assert before.false > 0.3 * len(before.tries)
+    assert now.false <= 0.01 * len(now.tries)
+
+
+def test_a_run_is_the_same_each_time() -> None:
+    case = Case(0.1, 2e-3, 300, 1, requests=600)
+    one, other = ([(each.at_s, each.outcome, each.retry_s) for each in World(case).run().tries] for _ in range(2))
+    assert one == other

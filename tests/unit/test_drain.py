@@ -1,0 +1,163 @@
+"""What is measured of a queue, what follows for a wait, and the turns of those who were refused."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie_gateway.drain import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
+from sie_gateway.turns import MAX_RETRY_S, MAX_TURNS, Pace, Turns
+
+
+def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Drain:
+    """One that got these: (when, tokens, when they were queued)."""
+    found = Drain()
+    for number, (at_s, tokens, queued_s) in enumerate(batches):
+        found.left(at_s, str(number), tokens, queued_s, is_crowded=crowded, device_s=device_s)
+    return found
+
+
+def wait(of: Drain, now_s: float, ahead: float, *, oldest_s: float = 0.0, full: float = 512, fixed: float = math.inf) -> Wait:
+    return of.wait(now_s, ahead, 8, oldest_s, full, fixed)
+
+
+def test_without_a_batch_that_had_work_before_it_nothing_is_known() -> None:
+    assert wait(Drain(), 1.0, 1e6) == Wait()
+    alone = drain((1.0, 8, 0.9), (2.0, 8, 1.9), (3.0, 8, 2.9))
+    assert wait(alone, 3.5, 1e6) == Wait()
+
+
+def test_back_to_back_batches_tell_the_rate() -> None:
+    """A batch of 512 tokens each half second: 5,120 tokens take five seconds, and one batch more is likely."""
+    found = wait(drain(*((0.5 * number, 512, -1.0) for number in range(8)), crowded=True), 3.9, 5112)
+    assert found.evidence == 7
+    assert found.rate == pytest.approx(1024)
+    assert found.least_s == pytest.approx(5.0 - 0.4)
+    assert found.likely_s == pytest.approx(5.5 - 0.4)
+
+
+def test_results_of_one_batch_are_one_sample() -> None:
+    found = Drain()
+    for batch in range(4):
+        for number in range(64):
+            found.left(batch * 0.5 + number * 1e-4, f"w {batch}", 8, -1.0, is_crowded=True)
+    known = found.batch(1.9)
+    assert known is not None
+    assert (known.tokens, known.seconds) == (512, pytest.approx(0.5))
+    assert wait(found, 1.9, 512).evidence == 3
+
+
+def test_small_batches_of_an_idle_worker_do_not_make_large_work_long() -> None:
+    """Twenty texts of 8 tokens, one after the other, each 30 ms on the device. 1,600 tokens are four batches, which may take no longer."""
+    found = drain(*((number * 0.5, 8.0, number * 0.5 - 0.05) for number in range(20)), device_s=0.03)
+    assert wait(found, 9.6, 1600).likely_s < 0.2
+    # also where noise looks like a cost of tokens: what is far from what was measured is not extrapolated
+    assert wait(found, 9.6, 1600, fixed=1.0).likely_s < 0.6
+
+
+def test_a_batch_costs_more_as_it_fills_where_that_was_measured() -> None:
+    found = drain(*((0.1 * number, 128, -1.0) for number in range(8)))
+    flat, by_tokens = wait(found, 0.8, 504), wait(found, 0.8, 504, fixed=0.0)
+    assert by_tokens.likely_s > 3 * flat.likely_s
+
+
+def test_one_stall_says_nothing_of_the_next_batch_and_two_slow_batches_do() -> None:
+    quick = [(0.1 * number, 512.0, -1.0) for number in range(20)]
+    stalled = drain(*quick, (7.9, 512, -1.0), (8.0, 512, -1.0), (8.1, 512, -1.0), crowded=True)
+    assert wait(stalled, 8.15, 512).likely_s < 0.5
+    slow = drain(*quick, *((1.9 + 1.0 * number, 512.0, -1.0) for number in range(1, 6)), crowded=True)
+    assert wait(slow, 6.95, 512).likely_s > 1.5
+
+
+def test_a_queue_that_stands_still_is_seen() -> None:
+    found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
+    assert wait(found, 1.0, 512).stalled_s == 0
+    assert wait(found, 4.9, 512).stalled_s == pytest.approx(4.0)
+    assert wait(Drain(), UNKNOWN_STALL_S - 1, 8).stalled_s == 0
+    assert wait(Drain(), UNKNOWN_STALL_S + 1, 8).stalled_s == pytest.approx(UNKNOWN_STALL_S + 1)
+
+
+def test_what_was_measured_expires() -> None:
+    found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
+    assert wait(found, 2.0, 512, oldest_s=2.0).evidence == 9
+    assert wait(found, EXPIRY_S + 5.0, 512, oldest_s=EXPIRY_S + 5.0) == Wait()
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 5000), st.floats(0, 2)), min_size=1, max_size=100), st.floats(0, 1e6))
+def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float, int, float]], ahead: float) -> None:
+    found, now_s = Drain(), 0.0
+    for number, (gap_s, tokens, back_s) in enumerate(batches):
+        now_s += gap_s
+        found.left(now_s, str(number), tokens, now_s - back_s, is_crowded=number % 3 == 0, device_s=gap_s or math.inf)
+    one, more = wait(found, now_s + 0.5, ahead, fixed=100.0), wait(found, now_s + 0.5, ahead + 600, fixed=100.0)
+    assert 0 <= one.least_s <= one.likely_s < math.inf
+    assert one.least_s <= more.least_s + 1e-6
+    assert 0 <= one.evidence <= MAX_EVIDENCE
+
+
+# turns
+
+
+def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
+    """A hundred tokens a second and 5 tokens each: twenty a second; behind each stand all who were promised a turn before."""
+    random.seed(7)
+    turns = Turns()
+    told = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
+    assert min(told) >= 3
+    assert max(told) <= 24
+    each_second = [told.count(second) for second in range(4, 22)]
+    assert max(each_second) <= 40
+    assert turns.promised(0.0) == 2000
+
+
+def test_a_turn_is_its_clients_once_and_lapses() -> None:
+    turns = Turns()
+    retry_s = turns.book(0.0, b"me", 5, 10.0)
+    assert not turns.claim(retry_s, b"you")
+    assert not turns.claim(retry_s * 0.5, b"me")
+    assert turns.claim(retry_s * 0.8, b"me")  # clients jitter by a quarter
+    assert not turns.claim(retry_s, b"me")
+    turns.book(0.0, b"me", 5, 10.0)
+    assert 0 < turns.promised(10.0) <= 5
+    assert turns.promised(20.0) == 0
+    assert not turns.claim(20.0, b"me")
+    assert not turns._by_client
+
+
+def test_where_many_ask_the_same_a_turn_is_not_claimed_before_its_time() -> None:
+    random.seed(1)
+    turns = Turns()
+    due = sorted(turns.book(0.0, b"same", 5, 5.0 + number) for number in range(10))
+    assert not turns.claim(due[0] - 0.1, b"same")
+    assert [turns.claim(second, b"same") for second in due] == [True] * 10
+
+
+def test_turns_are_bounded_and_a_wait_too_long_has_none() -> None:
+    turns = Turns()
+    for number in range(MAX_TURNS + 10):
+        assert turns.book(0.0, b"%d" % number, 1, 60.0) in (60, 61)
+    assert len(turns) == MAX_TURNS
+    assert 0.8 * MAX_RETRY_S - 1 <= turns.book(0.0, b"x", 1, 1e9) <= MAX_RETRY_S
+    assert turns.promised(1000.0) == 0
+    assert len(turns) == 0
+
+
+def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
+    random.seed(3)
+    pace = Pace()
+    assert pace.retry_s(0.0, 512) == 1
+    for number in range(20):
+        pace.ended(number / 10)
+    few, many = Pace(), Pace()
+    for each in (few, many):
+        for number in range(20):
+            each.ended(number / 10)
+    assert few.retry_s(2.0, 40) in (2, 3)
+    assert many.retry_s(2.0, 400) > 15
+    told = [pace.retry_s(2.0, 40) for _ in range(200)]
+    assert sorted(told)[100] >= 8
+    assert max(told) <= 30
