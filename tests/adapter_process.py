@@ -105,7 +105,8 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
         f"{before}\nimport logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr)\n"
         f"from sie_contracts.settings import load; from sie_adapter.process import run; sys.exit(run(load().settings, spare={spare}))"
     )
-    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    kept = ("PATH", "HOME", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # the last two let a CPU stand in for a lesser one
+    known = {name: os.environ[name] for name in kept if name in os.environ}
     settings = {
         "SIE_IPC_SOCKET_PATH": str(path),
         "SIE_DEVICE": "cpu",
