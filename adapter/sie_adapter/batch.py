@@ -263,7 +263,9 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            errors[item] = InvalidInput(f"a token id is not within the vocabulary of {model.vocabulary}", reason="token_out_of_range")
+            # no client's fault: the sidecar refuses ids that the tokenizer does not have, and that is proven to be of this table
+            cause = f"a token id is not within the table of {model.vocabulary} embeddings"
+            errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
 
 

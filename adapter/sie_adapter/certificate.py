@@ -2,6 +2,7 @@
 
     digests   SHA-256 of its files against the catalogue entry
     files     what the entry says of pooling and prompts against what the model's own files say
+    tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts not all unknown
     packed    the packed path against the reference path, output by output
     golden    vectors of the public oracle, where the entry names a file of them
 
@@ -28,6 +29,7 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.heads import Row, States
 from sie_adapter.packing import Items
+from sie_adapter.tokenizer import Needs, fault
 from sie_contracts.catalogue import ModelEntry, Resolved, packaged_folder
 from sie_contracts.options import TOKEN_STATES
 
@@ -51,6 +53,7 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> C
     entry = resolved.entry
     digests = _check_digests(folder, entry)
     _check_files(folder, entry)
+    _check_tokenizer(model, entry)
     with torch.inference_mode():
         _check_direction(model, resolved)
         packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
@@ -86,6 +89,18 @@ def _check_files(folder: Path, entry: ModelEntry) -> None:
     stored_pooling = read_modules(folder).pooling
     if entry.run.pooling and stored_pooling and entry.run.pooling != stored_pooling:
         raise _refuse(entry, f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored_pooling}")
+
+
+def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
+    """That of a family without a table of its own only counts tokens."""
+    try:
+        tokenizer = Tokenizer.from_buffer(model.tokenizer)
+    except ValueError as error:
+        raise _refuse(entry, f"its tokenizer is no tokenizer.json: {error}") from error
+    if (table := getattr(model, "vocabulary", None)) is None:
+        return
+    if cause := fault(tokenizer, table, getattr(model, "needs", Needs())):
+        raise _refuse(entry, cause)
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:

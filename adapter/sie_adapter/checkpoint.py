@@ -1,4 +1,4 @@
-"""A model folder becomes a transformers model, a tokenizer and the modules that sentence-transformers lists after them.
+"""A model folder becomes a transformers model and the modules that sentence-transformers lists after it. Its tokenizer: `tokenizer`.
 
 Nothing is forgiven: weights that are missing, unexpected, of another shape or newly made are a refusal, since a model with a random part
 answers as politely as a right one.
@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer, processors
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
@@ -62,12 +61,24 @@ def load_model(
 
     Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
     """
+    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
+    model = _from_files(auto_class, folder, load, consumed, options)
+    _cast(model, compute.dtype, float32_head=float32_head)
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False).to(compute.device)
+
+
+def empty_model(auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str] = ()) -> PreTrainedModel:
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them. Raises as that."""
+    return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"})
+
+
+def _from_files(auto_class: Any, folder: Path, load: LoadOptions, consumed: Iterable[str], options: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise load_failed("INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run")
     if load.causal is not None:
         config.is_causal = load.causal
-    options: dict[str, Any] = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     with construction():
         model, report = auto_class.from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
@@ -83,9 +94,8 @@ def load_model(
             names = [name for name in names if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)]
         if names:
             raise load_failed("INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}")
-    _cast(model, compute.dtype, float32_head=float32_head)
-    model.config.use_cache = False
-    return model.eval().requires_grad_(False).to(compute.device)
+    found: PreTrainedModel = model
+    return found
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
@@ -96,56 +106,6 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     for name, parameter in (model.base_model if float32_head else model).named_parameters():
         if kept.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(dtype)
-
-
-def bare_tokenizer(tokenizer: Any) -> Tokenizer:
-    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE for a slow one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
-    bare = Tokenizer.from_str(backend.to_str())
-    bare.no_truncation()
-    bare.no_padding()
-    return bare
-
-
-def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
-    """The fast tokenizer of `folder`, without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE if it has none."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
-    bare = bare_tokenizer(tokenizer)
-    if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
-        if tokenizer.eos_token_id is None:
-            raise load_failed("INCOMPATIBLE", "load.append_eos is set and the tokenizer has no end token")
-        return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
-    return bare
-
-
-def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """The tokenizer with `token` after each text.
-
-    Its own template is edited: a second one after it would take the parts that the first made for the texts of a pair.
-    """
-    state = json.loads(tokenizer.to_str())
-    given = state["post_processor"]
-    last = given["processors"][-1] if given and given["type"] == "Sequence" else given
-    if last is None or last["type"] == "ByteLevel":
-        ends = processors.TemplateProcessing(single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, number)])
-        tokenizer.post_processor = ends if last is None else processors.Sequence([tokenizer.post_processor, ends])
-        return tokenizer
-    if last["type"] != "TemplateProcessing":
-        raise load_failed("INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended")
-    last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
-    for template in (last["single"], last["pair"]):
-        for place in reversed([place for place, piece in enumerate(template) if "Sequence" in piece]):
-            template.insert(place + 1, {"SpecialToken": {"id": token, "type_id": template[place]["Sequence"]["type_id"]}})
-    return Tokenizer.from_str(json.dumps(state))
-
-
-def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
-    """The ids of all special tokens, or of those in `roles`, such as pad, as far as there are any."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
-    named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return frozenset(number for number in named.values() if number is not None) if named else frozenset(tokenizer.all_special_ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a model folder says of itself, as a catalogue entry. Configurations and shapes are read, the weights of the transformer are not.
+"""What a model folder says of itself, as a catalogue entry. Its weights and its tokenizer are compared with that, and not loaded.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was assumed
 
@@ -22,11 +22,12 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from sie_adapter.checkpoint import Modules, construction, read_json, read_modules
+from sie_adapter.comparison import compare_files
 from sie_adapter.failure import load_failed
 from sie_adapter.families.text_encoder import _stored_activation
 from sie_adapter.late_interaction import late_interaction
 from sie_adapter.weights import FILES, PICKLED
-from sie_contracts.catalogue import HeadOptions, ModelEntry
+from sie_contracts.catalogue import HeadOptions, ModelEntry, parse_entry
 
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
 _UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
@@ -48,7 +49,8 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
     """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
 
     With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises ModelLoadFailed:
-    NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, each naming what is missing.
+    NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, or whose weights are cut off, hold NaN or lack
+    tensors, CERTIFICATE for a tokenizer that is not that of the weights, each naming what is wrong.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -61,6 +63,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
             _describe(folder, report)
         except json.JSONDecodeError as error:
             raise load_failed("INCOMPATIBLE", f"a configuration in {folder} is not JSON: {error}") from error
+    report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
     if licence := _licence(folder):
         report.entry["license"] = licence
@@ -227,7 +230,8 @@ def _outputs(folder: Path, config: PretrainedConfig, modules: Modules, backbone:
     if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
         layer = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)
         report.found.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
-        return {"dense": config.hidden_size, "sparse": vocabulary, "multivector": layer["weight"].shape[0], "score": 0}
+        width = widths[-1] if widths else config.hidden_size
+        return {"dense": width, "sparse": vocabulary, "multivector": layer["weight"].shape[0], "score": 0}
     if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
         report.found.append(f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}")
         return {"sparse": vocabulary}

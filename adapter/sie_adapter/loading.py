@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.footprint import weight_bytes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
+from sie_adapter.weight_files import check_weights, safetensors_of
 from sie_adapter.weights import Located, Lock, WeightSources
 from sie_contracts.catalogue import ModelEntry, Precision, Resolved, fingerprint
 from sie_contracts.errors import SIEError
@@ -43,6 +44,11 @@ FAMILIES = {
 }
 ENTRY_POINTS = "sie.adapters"
 MAX_CERTIFICATES = 1000
+
+
+def _facts(files: Iterable[Path]) -> list[str]:
+    """What changes with the files."""
+    return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
 def family_of(name: str) -> Any:
@@ -92,6 +98,7 @@ class Loader:
     sources: WeightSources
     settings: Settings
     certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
+    _checked: set[tuple[str, ...]] = field(default_factory=set)  # files of weights, with sizes and times
     _told: set[tuple[str, str]] = field(default_factory=set)  # models with another precision than they ask for, and why
     _leases: dict[str, Lock] = field(default_factory=dict)  # on the files of models whose load has begun, by residency
 
@@ -126,11 +133,21 @@ class Loader:
             family = _family(resolved)
             located = self.sources.locate(resolved.entry)
             compute = self.compute(resolved.load.precision)
+            self._check_weights(located.folder, resolved.entry)
             model = family(located.folder, resolved.entry, resolved.load, compute)
             model.lease = located.lease
             model.certificate = self._certified(model, located.folder, resolved, compute)
             self._note_precision(model, resolved, compute)
             return model
+
+    def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
+        """Once for the same files: a swap does not read them twice. What a family of somebody else's reads is its own matter."""
+        facts = (str(folder), *_facts(safetensors_of(folder)))
+        if entry.family in FAMILIES and facts not in self._checked:
+            check_weights(folder)
+            if len(self._checked) >= MAX_CERTIFICATES:
+                self._checked.clear()
+            self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
         """Keep with the model what was asked for, and warn once where its entry or profile itself asks for what is not served."""
@@ -148,7 +165,7 @@ class Loader:
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]
-        files = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in read]
+        files = _facts(read)
         facts = (fingerprint(entry, resolved.load, compute.precision), str(entry.weights.digests), model.attention, *files)
         found = self.certificates.get(facts)
         if found is None:

@@ -151,8 +151,11 @@ M3_WIDTH = 32
 M3_TOKENS = 64
 
 
-def bge_m3(folder: Path) -> Path:
-    """As BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is the same in any environment."""
+def bge_m3(folder: Path, behind: Sequence[Module] = ()) -> Path:
+    """As BAAI/bge-m3: an XLM-R with its two heads beside it. Every number is drawn by numpy, so it is the same in any environment.
+
+    `behind`: modules between its pooling and its normalisation.
+    """
     large = ARCHITECTURES["xlm-roberta"]
     recipe = _FixedUnigram(**{field.name: getattr(large.tokenizer, field.name) for field in fields(large.tokenizer) if field.init})
     small = {"hidden_size": M3_WIDTH, "max_position_embeddings": M3_TOKENS + 2}
@@ -163,7 +166,7 @@ def bge_m3(folder: Path) -> Path:
     for name, width in (("sparse", 1), ("colbert", M3_WIDTH)):
         layer = torch.nn.Linear(M3_WIDTH, width).state_dict()
         torch.save({key: _drawn(rng, layer[key]) for key in sorted(layer)}, folder / f"{name}_linear.pt")
-    return add_modules(folder, [pooling("cls", M3_WIDTH), NORMALIZE])
+    return add_modules(folder, [pooling("cls", M3_WIDTH), *behind, NORMALIZE])
 
 
 def _drawn(rng: np.random.Generator, like: torch.Tensor) -> torch.Tensor:

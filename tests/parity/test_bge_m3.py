@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity.checkpoints import dense
 from parity.heads_checkpoints import M3_TOKENS, M3_WIDTH, bge_m3
 from parity.heads_engine import Array, HeadsEngine, HeadsModel
 from parity.table import Agreement, ParityTable, Scores
+from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from sie_adapter.backbone import Backbone
+from sie_adapter.inspection import inspect
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import RunOptions
 from sie_contracts.options import SCORE_MODES
@@ -24,6 +27,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "bge_m3.json").read_text
 TEXTS = [row["text"] for row in GOLDEN["texts"]]
 ALL = ("dense", "sparse", "multivector")
 TOLERANCE = 1e-5
+PROJECTED = 20  # wide, by a Dense of modules.json
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,8 @@ def engine() -> Iterator[HeadsEngine]:
     found.stop()
 
 
-def load(engine: HeadsEngine, folder: Path, precision: str = "float32") -> HeadsModel:
-    outputs = {"dense": M3_WIDTH, "sparse": len(AutoTokenizer.from_pretrained(folder)), "multivector": M3_WIDTH, "score": 0}
+def load(engine: HeadsEngine, folder: Path, precision: str = "float32", width: int = M3_WIDTH) -> HeadsModel:
+    outputs = {"dense": width, "sparse": len(AutoTokenizer.from_pretrained(folder)), "multivector": M3_WIDTH, "score": 0}
     return engine.load(folder, outputs, max_tokens=M3_TOKENS, precision=precision)
 
 
@@ -127,6 +131,23 @@ def test_scores_equal_the_oracle(mode: str, model: HeadsModel, monkeypatch: pyte
         table.record(f"bge-m3 score, {mode}", model.path, model.encoder.precision, Scores(float(np.abs(scores - expected[mode]).max())))
         np.testing.assert_allclose(scores, expected[mode], atol=TOLERANCE)
     assert passes == [1 + len(TEXTS)] * len(GOLDEN["scores"])
+
+
+def test_a_dense_module_changes_the_dense_vectors_alone(engine: HeadsEngine, tmp_path: Path, table: ParityTable) -> None:
+    """The vectors of sentence-transformers on the folder; the two heads as FlagEmbedding computes them, from states before the module."""
+    folder = bge_m3(tmp_path / "projected", [dense(M3_WIDTH, PROJECTED, bias=True, activation=torch.nn.Tanh)])
+    entry = inspect(folder, "test/m3", {"path": str(folder)}).entry
+    assert (entry["outputs"]["dense"], entry["outputs"]["multivector"]) == (PROJECTED, M3_WIDTH)
+    model = load(engine, folder, width=PROJECTED)
+    rows = model.encode(TEXTS, *ALL)
+    oracle = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
+    oracle.max_seq_length = M3_TOKENS
+    expected = oracle.encode(TEXTS)
+    got = np.array([row["dense"] for row in rows])
+    table.record("bge-m3 dense, projected", model.path, model.encoder.precision, Agreement.of(got, expected))
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+    for row, golden, vector in zip(rows, GOLDEN["texts"], expected, strict=True):
+        assert_equals_golden(row, {**golden, "dense": vector})
 
 
 def test_weights_of_the_request_are_normalised(model: HeadsModel) -> None:

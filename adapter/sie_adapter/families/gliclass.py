@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.checkpoint import _cast, bare_tokenizer, construction
+from sie_adapter.checkpoint import _cast, construction
 from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
@@ -32,6 +31,7 @@ from sie_adapter.families.extraction import (
     run_alike,
     without_remote_code,
 )
+from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.ipc import Rows
@@ -57,7 +57,7 @@ class GliclassModel:
         self._device = compute.device
         self.precision = compute.precision
         self._model = _load(folder, entry, load, compute)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = read_tokenizer(folder)
         encoder = self._model.model.encoder_model
         self.max_tokens = min(entry.max_tokens, bound_length(self._tokenizer, encoder, entry.max_tokens))
         self._pipeline = UniEncoderZeroShotClassificationPipeline(
@@ -161,6 +161,17 @@ def _classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> R
 
 
 def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
+    model = _from_files(folder, entry, load, {"attn_implementation": "eager"} if compute.backend == "eager" else {})
+    _cast(model, compute.dtype)
+    return model.eval().requires_grad_(False).to(compute.device)
+
+
+def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them. Raises as that."""
+    return _from_files(folder, entry, load, {"device_map": "meta"})
+
+
+def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dict[str, Any]) -> Any:
     from gliclass import GLiClassModel, GLiClassModelConfig
 
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -171,7 +182,6 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
     if (name := encoder.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {name}")
     raw["encoder_model"] = str(folder)  # where the package looks for an adapter of the encoder
-    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     with construction():
         model, report = GLiClassModel.from_pretrained(
             folder, config=GLiClassModelConfig(**raw), dtype=torch.float32, local_files_only=True, ignore_mismatched_sizes=True,
@@ -179,5 +189,4 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
         )  # fmt: skip
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         refuse_misfits(entry, fault.replace("_keys", ""), map(str, report[fault]))
-    _cast(model, compute.dtype)
-    return model.eval().requires_grad_(False).to(compute.device)
+    return model

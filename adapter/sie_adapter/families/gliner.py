@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.checkpoint import bare_tokenizer
 from sie_adapter.device import Compute
+from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Result,
@@ -33,6 +33,7 @@ from sie_adapter.families.extraction import (
     run_alike,
 )
 from sie_adapter.families.gliner_folder import load_gliner
+from sie_adapter.tokenizer import bare_tokenizer, fault
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.ipc import Rows
@@ -117,6 +118,9 @@ class GlinerModel:
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
             bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)
+            rows = layers.labels_encoder.model.get_input_embeddings().num_embeddings
+            if cause := fault(bare_tokenizer(self._processor.labels_tokenizer), rows):
+                raise load_failed("CERTIFICATE", f"{entry.id}, of its labels: {cause}")
             self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._tokenizing, self._device)
 
     def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:

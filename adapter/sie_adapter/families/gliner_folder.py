@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.checkpoint import _cast, construction
 from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import refuse_misfits, without_remote_code
+from sie_adapter.tokenizer import read_tokenizer
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 
 
@@ -32,6 +33,26 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
     Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is not at hand.
     """
+    model = _built(folder, entry, load, eager=compute.backend == "eager")
+    _fill(model.model, _weights(folder, entry), entry)
+    _cast(model.model, compute.dtype)
+    model.eval().requires_grad_(False).to(compute.device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LSTM):
+            module.flatten_parameters()
+    return model
+
+
+def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them. Raises as that."""
+    with torch.device("meta"):
+        model = _built(folder, entry, load, eager=False)
+    _compare(model.model.state_dict(), _weights(folder, entry), entry)
+    return model
+
+
+def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -> Any:
+    """The model as its configurations say, with random weights."""
     from gliner import GLiNER, GLiNERConfig
     from gliner.model import BaseBiEncoderGLiNER
 
@@ -40,11 +61,11 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
     if raw.get("relations_layer") is not None or raw.get("labels_decoder") is not None:
         raise load_failed("INCOMPATIBLE", f"{entry.id} gives relations or generated labels, which the family gliner does not run")
     raw["max_len"] = (entry.run.parameters or {}).get("max_len") or raw.get("max_len", 384)
-    raw["_attn_implementation"] = "eager" if compute.backend == "eager" else None
+    raw["_attn_implementation"] = "eager" if eager else None
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     if raw.get("encoder_config") is None or not has_tokenizer:
         _describe(raw, "model_name", "encoder_config", folder, entry)
-    tokenizer = AutoTokenizer.from_pretrained(folder if has_tokenizer else raw["model_name"], local_files_only=True)
+    tokenizer = read_tokenizer(folder if has_tokenizer else Path(raw["model_name"]))
     raw["model_name"] = str(folder)  # where the package looks for an adapter of the encoder
     if raw.get("labels_encoder") is not None:
         _describe(raw, "labels_encoder", "labels_encoder_config", folder, entry)
@@ -55,12 +76,6 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
         model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
         if not issubclass(kind, BaseBiEncoderGLiNER):  # those have no label tokens among the words
             kind._resize_token_embeddings(model, model.config, tokenizer)
-    _fill(model.model, _weights(folder, entry), entry)
-    _cast(model.model, compute.dtype)
-    model.eval().requires_grad_(False).to(compute.device)
-    for module in model.modules():
-        if isinstance(module, torch.nn.LSTM):
-            module.flatten_parameters()
     return model
 
 
@@ -105,8 +120,14 @@ def _weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
 
 
 def _fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
-    """Copy the weights in. Raises ModelLoadFailed INCOMPATIBLE unless the names and shapes are those of the model."""
+    """Copy the weights in. Raises as `_compare`."""
     own = model.state_dict()
+    _compare(own, weights, entry)
+    model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)
+
+
+def _compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:
+    """Raises ModelLoadFailed INCOMPATIBLE unless the names and shapes of the weights are those of the model."""
     faults = {
         "missing": own.keys() - weights.keys(),
         "unexpected": weights.keys() - own.keys(),
@@ -114,4 +135,3 @@ def _fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry)
     }
     for fault, found in faults.items():
         refuse_misfits(entry, fault, found)
-    model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)

@@ -13,6 +13,7 @@ token-classifier        token classification          token
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -47,11 +48,13 @@ from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.late_interaction import late_interaction
 from sie_adapter.lora import Loras
 from sie_adapter.packing import Int64, Items, Packed, expanded
+from sie_adapter.tokenizer import Needs, fitted, load_tokenizer, special_ids
 from sie_contracts.catalogue import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.messages import Operation, RunOptions
 from sie_contracts.options import TOKEN_STATES
 
+_logger = logging.getLogger("sie.adapter")
 _CLASSES = {
     "cross-encoder": AutoModelForSequenceClassification,
     "zero-shot-classifier": AutoModelForSequenceClassification,
@@ -78,8 +81,9 @@ class Filling(NamedTuple):
 class TextEncoder:
     """A loaded model. `forward` may run on several threads at once.
 
-    `tokenizer`: tokenizer.json without truncation and padding. `rows`: how the inputs of each operation become ids. `vocabulary`: ids are
-    below it. `width`: of a hidden state. `attention`: the backend in force, with `padded` where the packed path does not hold.
+    `tokenizer`: tokenizer.json without truncation and padding. `needs`: what the heads need of it. `rows`: how the inputs of each operation
+    become ids. `vocabulary`: ids are below it. `width`: of a hidden state. `attention`: the backend in force, with `padded` where the
+    packed path does not hold.
     """
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -93,13 +97,15 @@ class TextEncoder:
         self._entry = entry
         self._compute = compute
         modules = read_modules(folder)
-        tokenizer = checkpoint.load_tokenizer(modules.folder, load)
-        self.tokenizer = tokenizer.to_str().encode()
+        tokenizer = load_tokenizer(modules.folder, load)
         with torch.inference_mode():
             builder = _Builder(modules, entry, load, compute, tokenizer)
             # what is ranked is compared by rank as well, which takes more than a few
             self.backbone = Backbone(builder.backbone, compute, entry.max_tokens, 0 if entry.family == "text-encoder" else _RANKED)
             builder.build(self)
+        self.tokenizer = builder.tokenizer.to_str().encode()
+        is_decoder = any(isinstance(head, LastTokenHead) for head in self.heads.values())
+        self.needs = Needs.of(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
         self.vocabulary = self.backbone.vocabulary
         self.width = self.backbone.width
         self.attention = self.backbone.attention
@@ -144,23 +150,35 @@ class TextEncoder:
     _only = ""
 
 
+def class_of(entry: ModelEntry, folder: Path) -> Any:
+    """The transformers class that is made from the files of `folder`."""
+    # a masked LM is loaded whole only where its head is what the sparse output is made from
+    if entry.family == "text-encoder" and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
+        return AutoModelForMaskedLM
+    return _CLASSES.get(entry.family, AutoModel)
+
+
+def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
+    """Tensors beside those of the class, which a head reads."""
+    return ("linear.weight",) if "multivector" in entry.outputs else ()
+
+
 class _Builder:
     """Loads the parts of one model and puts them together."""
 
     def __init__(self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer) -> None:
-        self.modules, self.entry, self.load, self.compute, self.tokenizer = modules, entry, load, compute, tokenizer
+        self.modules, self.entry, self.load, self.compute = modules, entry, load, compute
         self.folder = folder = modules.root
         self.head_bytes = 0
-        auto_class = _CLASSES.get(entry.family, AutoModel)
-        # a masked LM is loaded whole only where its head is what the sparse output is made from
-        self.is_masked = entry.family == "text-encoder" and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file()
+        auto_class = class_of(entry, folder)
+        self.is_masked = auto_class is AutoModelForMaskedLM
         self.linear = checkpoint.tensor(modules.folder, "linear.weight") if "multivector" in entry.outputs else None
-        consumed = ("linear.weight",) if self.linear is not None else ()
-        whole = AutoModelForMaskedLM if self.is_masked else auto_class
-        model = checkpoint.load_model(
-            whole, modules.folder, load, compute, consumed, float32_head=not (self.is_masked or auto_class is AutoModel)
-        )
+        float32_head = auto_class not in (AutoModel, AutoModelForMaskedLM)
+        model = checkpoint.load_model(auto_class, modules.folder, load, compute, consumed_by(entry), float32_head=float32_head)
         self.config = model.config
+        self.tokenizer, beyond = fitted(tokenizer, model.get_input_embeddings().num_embeddings)
+        if beyond:
+            _logger.info("%s: text like any other, since its weights have no embedding for it: %s", entry.id, ", ".join(beyond))
         if entry.family == "decoder-reranker":
             self._keep_answers(model)
         self.head: TransformersHead | None = None
@@ -210,7 +228,8 @@ class _Builder:
         pooling = self.entry.run.pooling or self.modules.pooling or "mean"
         if pooling not in POOLINGS:
             raise load_failed("INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}")
-        layers = self.modules.layers if "multivector" not in self.entry.outputs else ()
+        # without a pooling before them they are those of late interaction
+        layers = self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         width = layers[-1].out_features if layers else self.config.hidden_size
         self._expect_width("dense", width)
         return DenseHead(cast(Pooling, pooling), nn.Sequential(*layers) if layers else None, self.compute.device)
@@ -226,7 +245,7 @@ class _Builder:
         self._expect_width("sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            unused = checkpoint.special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))  # as FlagEmbedding
+            unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))  # as FlagEmbedding
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
         activation = options.sparse_activation or ""
@@ -234,7 +253,7 @@ class _Builder:
         twice = activation == "log1p_log1p_relu" if activation else pooling.get("activation_function") == "log1p_relu"
         if pooling.get("pooling_strategy", "max") != "max":
             raise load_failed("INCOMPATIBLE", f"{self.entry.id}: SpladePooling by {pooling['pooling_strategy']}, expected max")
-        dropped = checkpoint.special_ids(self.modules.folder, self.load) if options.sparse_special_tokens is False else frozenset()
+        dropped = special_ids(self.modules.folder, self.load) if options.sparse_special_tokens is False else frozenset()
         return MaskedLanguageHead(self.head, vocabulary, self.compute.device, twice=twice, dropped=dropped)
 
     def _idf(self, encoder: TextEncoder) -> Side | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -16,6 +16,7 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.catalogue import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120
+WORDS = ("the", "river", "runs", "past", "old", "town", "and", "into", "sea")  # a tokenizer that reads no plain sentence is refused
 _NO_OPTIONS = LoadOptions()
 _SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
@@ -73,10 +74,14 @@ def save(folder: Path, kind: str, *, seed: int = 0, auto: Any = AutoModel, **cha
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
-    words = {f"w{number}": number for number in range(VOCABULARY - 1)} | {"[UNK]": VOCABULARY - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+def save_tokenizer(folder: Path, *, marked: bool = False) -> None:
+    """`marked`: it puts w1 before and w2 behind each text, as models need it that are read at their first token, or score pairs."""
+    words = [*(f"w{number}" for number in range(VOCABULARY - 1 - len(WORDS))), *WORDS, "[UNK]"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if marked:
+        ends = [("w1", 1), ("w2", 2)]
+        tokenizer.post_processor = processors.TemplateProcessing(single="w1 $A w2", pair="w1 $A w2 $B:1 w2:1", special_tokens=ends)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
 
 

@@ -1,0 +1,103 @@
+"""The weight files of a model folder: whole, and without NaN. Which tensors a class lacks: `checkpoint`.
+
+A file that was cut off by a full disk or a broken copy, or that a diverged training wrote, is named before anything is made from it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sie_adapter.failure import load_failed
+
+_OTHER_FORMATS = ("onnx", "openvino")  # folders of published models that no family reads
+_PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
+_CHUNK = 1 << 22  # numbers that are looked at at once
+_HEADER_BYTES = 8
+_INDEX = "model.safetensors.index.json"
+
+
+def check_weights(folder: Path) -> None:
+    """Raises ModelLoadFailed INCOMPATIBLE for a file of weights that is cut off, is missing beside its other parts, or holds NaN.
+
+    Reads all weights once, through the page cache and not into memory of this process.
+    """
+    files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
+    _check_parts(folder)
+    for file in files:
+        tensors = _stored(file) if file.suffix == ".safetensors" else _pickled(file)
+        try:
+            bad = [name for name, tensor in tensors if holds_nan(tensor)]
+        except SafetensorError as error:
+            raise _broken(file, str(error)) from error
+        if bad:
+            listed = ", ".join(bad[:5]) + (", .." if len(bad) > 5 else "")
+            said = f"{file.name} holds NaN in {len(bad)} of its tensors: {listed}"
+            raise load_failed("INCOMPATIBLE", f"{said}; export the model again from a checkpoint before its training diverged")
+
+
+def safetensors_of(folder: Path) -> list[Path]:
+    """The files of the folder and of its modules."""
+    below = [path for path in folder.glob("*/*.safetensors") if path.parent.name not in _OTHER_FORMATS and path.parent.name[0] != "."]
+    return sorted([*folder.glob("*.safetensors"), *below])
+
+
+def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
+    _check_length(file)
+    with safe_open(file, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  not a mapping
+            yield name, opened.get_tensor(name)
+
+
+def _check_length(file: Path) -> None:
+    """Compare the size of a safetensors file with what its header says. Source: the format's description in its repository."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(_HEADER_BYTES), "little")
+        header = opened.read(min(header_bytes, size))
+    if size >= _HEADER_BYTES + header_bytes:
+        try:
+            ends = [tensor["data_offsets"][1] for name, tensor in json.loads(header).items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _broken(file, "its header is not that of a safetensors file") from error
+        if size == (whole := _HEADER_BYTES + header_bytes + max(ends, default=0)):
+            return
+        raise _broken(file, f"it has {size} of {whole} bytes")
+    raise _broken(file, f"it has {size} bytes, its header alone says {_HEADER_BYTES + header_bytes}")
+
+
+def _broken(file: Path, why: str) -> Exception:
+    return load_failed("INCOMPATIBLE", f"{file.name} is cut off or damaged: {why}; copy or download it again")
+
+
+def _check_parts(folder: Path) -> None:
+    """All parts that an index names are there, where it is what a load reads."""
+    if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
+        return
+    named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
+    if absent := sorted(name for name in named if not (folder / name).is_file()):
+        raise load_failed("INCOMPATIBLE", f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them")
+
+
+def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of a file of torch.save; a file with anything else is refused by the family that reads it."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return ()
+    except (RuntimeError, EOFError) as error:
+        raise _broken(file, str(error).splitlines()[0]) from error
+    return [(str(name), value) for name, value in found.items() if isinstance(value, Tensor)] if isinstance(found, dict) else ()
+
+
+def holds_nan(tensor: Tensor) -> bool:
+    """Whether a tensor of any precision holds NaN; infinities are numbers."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        return False
+    return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(_CHUNK))

@@ -1,0 +1,231 @@
+"""Model folders whose tokenizer or weights cannot be right are refused by `inspect`, `add` and a load alike, with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from parity import gliner_checkpoints, heads_checkpoints
+from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
+from parity.score_checkpoints import build_head
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+from sie_adapter.inspection import inspect
+from sie_adapter.loading import Loader
+from sie_adapter.weights import WeightSources
+from sie_cli.main import main
+from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.settings import Settings
+
+WEIGHTS = "model.safetensors"
+COPY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
+
+
+def dense(folder: Path) -> Path:
+    return add_modules(build(folder, ARCHITECTURES["bert"]), modules_of(ARCHITECTURES["bert"]))
+
+
+def cross(folder: Path) -> Path:
+    return build_head(folder, "xlm-roberta", AutoModelForSequenceClassification)
+
+
+def late(folder: Path) -> Path:
+    return heads_checkpoints.stanford(folder, 24, {"query_maxlen": 24, "doc_maxlen": 90, "query_token_id": "[unused1]"})
+
+
+def sparse(folder: Path) -> Path:
+    return heads_checkpoints.splade(folder, heads_checkpoints.masked(folder.with_name("masked"), "bert"))
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "dense": dense, "cross": cross, "late": late, "sparse": sparse, "gliner": gliner_checkpoints.gliner_folder,
+    "gliclass": gliner_checkpoints.gliclass_folder,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """A model of a kind and its entry, made once."""
+    root = tmp_path_factory.mktemp("good")
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def made(kind: str) -> tuple[Path, dict[str, Any]]:
+        if kind not in found:
+            folder = KINDS[kind](root / kind)
+            found[kind] = folder, inspect(folder, f"test/{kind}", {"path": str(folder)}).entry
+        return found[kind]
+
+    return made
+
+
+# what was done to the folder
+
+
+def files_of_tokenizer(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if "token" in file.name or file.name in ("vocab.txt", "added_tokens.json")]
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in files_of_tokenizer(folder):
+        file.unlink()
+
+
+def with_its_configuration_alone(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def replaced(folder: Path, tokens: list[str]) -> None:
+    for file in files_of_tokenizer(folder):
+        file.unlink()
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
+
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def empty(folder: Path) -> None:
+    replaced(folder, SPECIALS)
+
+
+def of_unreal_words(folder: Path) -> None:
+    replaced(folder, [*SPECIALS, *(f"token{number}" for number in range(40))])
+
+
+def larger(folder: Path) -> None:
+    """Tokens were added and the table was not resized: what blamed the client of the first text that held one."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"new{number}" for number in range(5000)])
+    tokenizer.save_pretrained(folder)
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    state = json.loads((folder / "tokenizer.json").read_text())
+    change(state)
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+
+
+def without_markers(folder: Path) -> None:
+    """No token before a text, and none between two."""
+    edited(folder, lambda state: state.update(post_processor=None))
+
+
+def cut_off(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) * 2 // 3])
+
+
+def cut_off_in_the_header(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def some_matrix(tensors: dict[str, torch.Tensor]) -> str:
+    return next(name for name in sorted(tensors) if tensors[name].ndim == 2 and "layer" in name)
+
+
+def with_nan(folder: Path) -> None:
+    """One number, in the row of one token: no sample that a load computes has to meet it."""
+    changed(folder, lambda tensors: tensors[some_matrix(tensors)].__setitem__((-1, -1), float("nan")))
+
+
+def without_a_tensor(folder: Path) -> None:
+    changed(folder, lambda tensors: tensors.pop(some_matrix(tensors)))
+
+
+def without_a_part(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    save_file(tensors, folder / names[0], {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: names[number % 2] for number, name in enumerate(tensors)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
+    """What `inspect`, `add` and a load say; the last of them with the entry of the good folder."""
+    said = []
+    for arguments in (["inspect", str(folder)], ["add", str(folder), "--models-dir", str(tmp_path)]):
+        done = CliRunner().invoke(main, ["models", *arguments], env={"SIE_HF_FALLBACK": "false"})
+        assert done.exit_code == 1, (arguments, done.output)
+        assert "Traceback" not in done.output
+        said.append(" ".join(done.output.split()))
+    assert not list(tmp_path.glob("**/*.yaml"))
+    with pytest.raises(ModelLoadFailed) as refused:
+        load(parse_entry({**entry, "weights": {"path": str(folder)}}))
+    return [*said, refused.value.message]
+
+
+def load(entry: ModelEntry) -> Any:
+    loader = Loader(torch.device("cpu"), WeightSources(Path("/nowhere"), False), Settings(default_compute_precision="float32"))
+    return loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
+
+
+CASES = [
+    *((kind, without_tokenizer, ["has no tokenizer", COPY]) for kind in ("dense", "cross", "late", "sparse", "gliclass")),
+    ("gliner", with_its_configuration_alone, ["has no tokenizer", COPY]),
+    ("dense", with_its_configuration_alone, ["has no tokenizer", COPY]),
+    ("dense", empty, ["tokenizer", COPY]),
+    ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
+    *((kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"]) for kind in ("dense", "cross", "gliner", "gliclass")),
+    ("cross", without_markers, ["puts no special token before a text", COPY]),
+    *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense", "gliner")),
+    ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
+    *((kind, with_nan, [WEIGHTS, "holds NaN in 1 of its tensors"]) for kind in ("dense", "sparse", "gliner", "gliclass")),
+    *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliclass")),
+    ("dense", without_a_part, ["names 1 files that are not there: model-00002-of-00002.safetensors"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "spoil", "texts"), CASES, ids=[f"{kind} {spoil.__name__}" for kind, spoil, _ in CASES])
+def test_a_folder_that_cannot_be_right_is_refused_everywhere(
+    kind: str, spoil: Callable[[Path], None], texts: list[str], good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    source, entry = good(kind)
+    folder = shutil.copytree(source, tmp_path / "model")
+    spoil(folder)
+    for said in refusals(folder, entry, tmp_path / "models"):
+        assert all(text in said for text in texts), said
+
+
+def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(
+    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Published models have such, for images for instance: no client is blamed for a text that holds one."""
+    source, entry = good("dense")
+    folder = shutil.copytree(source, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    assert inspect(folder, "test/dense", {"path": str(folder)}).entry["outputs"] == entry["outputs"]
+    model = load(parse_entry({**entry, "weights": {"path": str(folder)}}))
+    served = Tokenizer.from_buffer(model.tokenizer)
+    ids = served.encode("the <image> runs").ids
+    assert max(ids) < model.vocabulary
+    assert ids == Tokenizer.from_file(str(source / "tokenizer.json")).encode("the <image> runs").ids
+
+
+def test_a_vocabulary_of_one_script_or_smaller_than_the_table_is_good(tmp_path: Path) -> None:
+    """English alone, and a table that was padded, as many published models have it."""
+    folder = add_modules(build(tmp_path / "padded", ARCHITECTURES["bert"], vocab_size=4096), modules_of(ARCHITECTURES["bert"]))
+    entry = inspect(folder, "test/padded", {"path": str(folder)}).entry
+    model = load(parse_entry(entry))
+    served = Tokenizer.from_buffer(model.tokenizer)
+    assert served.get_vocab_size() < model.vocabulary == 4096
+    assert set(served.encode("河流", add_special_tokens=False).tokens) == {"[UNK]"}
