@@ -22,6 +22,7 @@ from sie_contracts.settings import Loaded, Secret, SettingError, public_url
 FILE = "access.json"
 SOURCE = "data directory"
 OPERATOR = "operator"
+USUAL_MODELS = "./models"  # where SIE_MODELS_DIR names no folder
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     broker_monitor_url: str = ""  # with a path that nobody guesses: the server's monitor knows no passwords
     operator_password: str = ""
     admin_token: str = ""
+    metrics_urls: tuple[str, ...] = ()  # of gateways, then of workers, without a path: metrics and probes
+    models_dir: str = ""  # the folder or bucket whose models it serves
 
     def __repr__(self) -> str:
         return f"Access(gateway_url={self.gateway_url!r}, config_url={self.config_url!r}, broker_url={self.broker_url!r})"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_cli.models_service import Refused
-from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded
+from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded, url_option
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class Agreement:
               help="Queries, likewise: neighbours are then those of each query among the texts.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(LEAST_TEXTS, MOST_TEXTS), default=MOST_TEXTS, show_default=True, help="Texts that are read.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write cosines and recall as SVG.")
-@click.option("--gateway", metavar="URL", help="The gateway.  [default: SIE_GATEWAY_URL, else that of the local `sie serve`]")
+@url_option("SIE_GATEWAY_URL", "gateway")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
 def compare(
-    first: str, second: str, sample_file: Path, queries: Path | None, limit: int, plot: Path | None, gateway: str | None, as_json: bool
+    first: str, second: str, sample_file: Path, queries: Path | None, limit: int, plot: Path | None, gateway_url: str | None, as_json: bool
 ) -> None:  # fmt: skip
     """Say how far models A and B agree on a sample of texts, which a gateway runs through both.
 
@@ -93,7 +93,7 @@ def compare(
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
     """
-    read_settings = loaded({"gateway_url": gateway})
+    read_settings = loaded({"gateway_url": gateway_url})
     settings = read_settings.settings
     url = (settings.gateway_url or GATEWAY).partition(",")[0]
     token = gateway_token(settings, read_settings.sources)
@@ -105,7 +105,7 @@ def compare(
         with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:
             found = _compared(client, (first, second), sample, asked.texts)
     except SIEError as error:
-        where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --gateway names another"
+        where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --url names another"
         raise Refused(f"{error}\n{where}") from error
     if plot is not None:
         try:

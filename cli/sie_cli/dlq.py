@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 import msgspec
 
 from sie_cli import display
-from sie_cli.options import at_broker, data_dir_option, loaded
+from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, url_option
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, Write
 from sie_contracts.messages import DeadLetter, Failed, WorkItem, WorkResult
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from sie_contracts.broker.nats import NatsBroker
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 NOTE_S = 5.0  # between notes that a replay still waits
 
 
@@ -85,12 +88,19 @@ class Letters:
         await self._broker.delete(self._stream, found.sequence)
 
 
-@click.group()
-@click.option("--nats-url", default=None, metavar="URL", help="The broker [SIE_NATS_URL].")
-@click.option("--pool", default=None, metavar="NAME", help="The pool whose work it was [SIE_POOL].")
-@data_dir_option
-@click.pass_context
-def dlq(context: click.Context, nats_url: str | None, pool: str | None) -> None:
+def _options(command: F) -> F:
+    """Give a command the settings of where to look as its first argument, by options of its own."""
+
+    @functools.wraps(command)
+    def run(*args: Any, nats_url: str | None, pool: str | None, **given: Any) -> Any:
+        return command(loaded({"nats_url": nats_url, "pool": pool}).settings, *args, **given)
+
+    pool = click.option("--pool", default=None, metavar="NAME", help="The pool whose work it was [SIE_POOL].")
+    return data_dir_option(url_option("SIE_NATS_URL", "broker")(pool(cast(F, run))))
+
+
+@click.group(cls=AnyPosition)
+def dlq() -> None:
     """Work that was given up: inputs that end every adapter, messages that nobody can read, models that are gone.
 
     \b
@@ -99,11 +109,10 @@ def dlq(context: click.Context, nats_url: str | None, pool: str | None) -> None:
     sie dlq replay ID          put it into the queue again and wait for its answer
     sie dlq purge [ID]         forget one, or all
     """
-    context.obj = loaded({"nats_url": nats_url, "pool": pool}).settings
 
 
 @dlq.command("list")
-@click.pass_obj
+@_options
 def list_command(settings: Settings) -> None:
     """When, which model, why, and how often it was tried."""
 
@@ -123,7 +132,7 @@ def list_command(settings: Settings) -> None:
 @dlq.command()
 @click.argument("name", metavar="ID")
 @click.option("--with-input", is_flag=True, help="Also what the client sent: texts, query, options.")
-@click.pass_obj
+@_options
 def show(settings: Settings, name: str, with_input: bool) -> None:
     """Everything that is known of one dead letter."""
     found = _on(settings, lambda broker: Letters(broker, settings.pool).one(name))
@@ -147,20 +156,19 @@ def show(settings: Settings, name: str, with_input: bool) -> None:
 @dlq.command()
 @click.argument("name", metavar="ID")
 @click.option("--timeout", "timeout_s", default=120.0, show_default=True, type=click.FloatRange(1, 600), help="Budget, seconds.")
-@click.pass_context
-def replay(context: click.Context, name: str, timeout_s: float) -> None:
+@_options
+def replay(settings: Settings, name: str, timeout_s: float) -> None:
     """Publish the work again and wait. What was answered is removed; the status is 1 if an input failed.
 
     A content that is known as poison gets a new chance: if it still ends its adapter, that costs two deaths more.
     """
-    settings: Settings = context.obj
     outcomes = _on(settings, lambda broker: replayed(broker, settings, name, timeout_s)).outcomes
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
     for error in failed:
         click.echo(f"error: {error.code} {error.reason}: {error.message}")
     kept = "the dead letter is kept" if failed else "the dead letter is removed"
     click.echo(f"answered: {len(outcomes) - len(failed)} of {len(outcomes)} inputs have a value, {kept}")
-    context.exit(1 if failed else 0)
+    sys.exit(1 if failed else 0)
 
 
 async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: float) -> WorkResult:
@@ -217,7 +225,7 @@ async def _waiting(answer: Awaitable[None], timeout_s: float) -> None:
 @dlq.command()
 @click.argument("name", metavar="[ID]", required=False)
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.pass_obj
+@_options
 def purge(settings: Settings, name: str | None, yes: bool) -> None:
     """Forget one dead letter, or all of the pool. What it held is gone."""
 

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from sie_cli import display
-from sie_cli.options import at_broker, data_dir_option, loaded, named_options
+from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, named_options, url_option
 from sie_contracts.broker import Broker, Entry, Write, WrongRevision
 from sie_contracts.runtime import keys as records
 from sie_contracts.runtime.keys import Key, Limits
@@ -64,10 +64,10 @@ def _bytes(text: str) -> int:
 
 
 def _options(command: F) -> F:
-    return data_dir_option(named_options("SIE_NATS_URL", "SIE_STREAM_REPLICAS")(command))
+    return data_dir_option(url_option("SIE_NATS_URL", "broker")(named_options("SIE_STREAM_REPLICAS")(command)))
 
 
-@click.group()
+@click.group(cls=AnyPosition)
 def keys() -> None:
     """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For SIE_AUTH_MODE=token.
 
@@ -81,7 +81,7 @@ def keys() -> None:
 
     Keys are kept in the broker, as digests: whoever may write there may make keys, so this command speaks with the broker and not with a
     gateway, and needs no token. It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any
-    other by --nats-url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
+    other by --url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
     Gateways take keys with SIE_AUTH_MODE=token, beside SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
 
     \b

@@ -21,7 +21,7 @@ from sie_cli.dlq import dlq
 from sie_cli.doctor import doctor
 from sie_cli.keys import keys
 from sie_cli.models import models
-from sie_cli.options import loaded, refuse, settings_options
+from sie_cli.options import AnyPosition, loaded, refuse, settings_options
 from sie_cli.serve import DRAIN, LAME_DUCK, SPARE, serve
 from sie_cli.top import top
 from sie_cli.topology import topology
@@ -32,7 +32,7 @@ from sie_contracts.runtime.process import run as run_process
 from sie_contracts.settings import ROWS, SettingError, shown
 
 
-class _Program(click.Group):
+class _Program(AnyPosition):
     """The group as a whole process: called, it ends it. `main`, which tests call, raises SystemExit as any group does."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:

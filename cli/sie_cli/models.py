@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
+from sie_cli.access import USUAL_MODELS
+from sie_cli.access import read as read_access
 from sie_cli.aliases import alias
 from sie_cli.compare import compare
+from sie_cli.data_dir import default_data_dir
 from sie_cli.models_commands import COMMANDS, document, tell
 from sie_cli.models_service import MODELS, YAML, Refused, path_of, service_at, write_options
-from sie_cli.options import loaded
+from sie_cli.options import AnyPosition, loaded
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
 from sie_contracts.errors import SIEError
@@ -29,7 +32,7 @@ SAMPLE, SECOND = "A short sentence of everyday words.", "Ada Lovelace wrote to C
 LABELS = ["person", "place"]
 
 
-@click.group()
+@click.group(cls=AnyPosition)
 def models() -> None:
     """Look at models, add them to the catalogue and change them there, while it serves.
 
@@ -115,12 +118,30 @@ def add(
         return
     if if_match is not None or output is not None:
         raise click.UsageError("--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL")
-    folder = models_dir or settings.models_dir or "./models"
+    folder = models_dir or settings.models_dir or USUAL_MODELS
     if folder.startswith(("s3://", "gs://")):
         raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
     _write(*_entry_of(settings, source, name, revision), Path(folder).expanduser(), force=force, dry_run=dry_run)
-    if not dry_run and Path(folder).resolve() != Path(settings.models_dir or "./models").resolve():
-        click.echo(f"serve it with SIE_MODELS_DIR={folder}")
+    if not dry_run:
+        click.echo(_who_reads(Path(folder).expanduser().absolute(), settings.models_dir))
+
+
+def _who_reads(folder: Path, models_dir: str | None) -> str:
+    """Whether the `sie serve` that runs here serves the models of a folder, and if not which one would."""
+    running = read_access(default_data_dir())
+    if running is None:
+        usual = folder == Path(models_dir or USUAL_MODELS).expanduser().absolute()
+        here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
+        how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
+        return f"a file only, no server was told and no `sie serve` runs with {default_data_dir()}: {how}"
+    if running.models_dir and "://" not in running.models_dir and Path(running.models_dir).resolve() == folder.resolve():
+        return "the `sie serve` that runs reads this folder: it serves the model within seconds"
+    reads = running.models_dir or "no folder"
+    return (
+        f"a file only: the `sie serve` that runs does not read this folder, it reads {reads}; "
+        f"give that as --models-dir, add the model to its catalogue with --data-dir {default_data_dir()}, "
+        f"or start it with SIE_MODELS_DIR={folder}"
+    )
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:

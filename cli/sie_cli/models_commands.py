@@ -13,10 +13,11 @@ import msgspec
 import yaml
 
 from sie_cli import display
-from sie_cli.models_service import JSON, MODELS, YAML, Answer, path_of, service_of, service_options, write_options
+from sie_cli.models_service import JSON, MODELS, YAML, Answer, path_of, service_of, service_options, shown, write_options
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MOST_BYTES = 1 << 20
+MAX_CHANGES = 4  # of a revision, that a table shows
 
 
 @click.command("list")
@@ -51,11 +52,27 @@ def show(model: str, config_service_url: str | None, output: str | None) -> None
 @click.argument("model", metavar="ID")
 @service_options
 def history(model: str, config_service_url: str | None, output: str | None) -> None:
-    """The revisions of model ID, newest first. `sie models rollback ID REVISION` makes one the newest again."""
+    """The revisions of model ID, newest first: who wrote each, and what it changed of the one before.
+
+    `sie models rollback ID REVISION` makes one the newest again.
+    """
     with service_of(config_service_url, writes=False) as service:
         body = service.read(path_of(model, "/history")).body
-    rows = [(str(each["revision"]), each["operation"], each["created_at"]) for each in body["revisions"]]
-    _print(body, output, lambda: display.table([("REVISION", "OPERATION", "AT"), *rows]))
+    rows = [
+        (str(each["revision"]), each["operation"], each["created_at"], each.get("author", ""), _changes(each.get("changes", [])))
+        for each in body["revisions"]
+    ]
+    _print(body, output, lambda: display.table([("REVISION", "OPERATION", "AT", "AUTHOR", "CHANGES"), *rows]))
+
+
+def _changes(found: list[dict[str, Any]]) -> str:
+    """`run.pooling: mean -> cls, ...`, the first few of them."""
+    parts = [
+        f"{each['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(each, 'before')} -> {shown(each, 'after')}"
+        for each in found
+    ]
+    more = f", and {len(parts) - MAX_CHANGES} more" if len(parts) > MAX_CHANGES else ""
+    return ", ".join(parts[:MAX_CHANGES]) + more
 
 
 @click.command()

@@ -20,7 +20,7 @@ import click
 import httpx
 import msgspec
 
-from sie_cli.options import data_dir_option, loaded
+from sie_cli.options import data_dir_option, loaded, url_option
 from sie_contracts.settings import Settings, public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,7 +113,7 @@ class Service:
         faults = error.get("errors") or msgspec.json.decode(answer.content).get("errors") or []
         if len(faults) > 1:
             lines += [f"  {each['loc']}{f' (line {line})' if (line := each.get('line')) else ''}: {each['message']}" for each in faults]
-        lines += [f"  {each['path']}: {_shown(each, 'before')} -> {_shown(each, 'after')}" for each in error.get("diff") or []]
+        lines += [f"  {each['path']}: {shown(each, 'before')} -> {shown(each, 'after')}" for each in error.get("diff") or []]
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
             lines.append(f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url {service}")
@@ -154,7 +154,7 @@ def _message(answer: httpx.Response) -> str:
     return str(_error(answer).get("message") or f"status {answer.status_code}")
 
 
-def _shown(change: dict[str, Any], side: str) -> str:
+def shown(change: dict[str, Any], side: str) -> str:
     return msgspec.json.encode(change[side]).decode() if side in change else "(absent)"
 
 
@@ -168,7 +168,7 @@ def service_options(command: F) -> F:
     for option in (
         click.option("-o", "output", type=click.Choice(("table", "json", "yaml")), default=None, help="How to print the answer."),
         data_dir_option,
-        click.option("--url", "config_service_url", metavar="URL", help="The config service. [SIE_CONFIG_SERVICE_URL]"),
+        url_option("SIE_CONFIG_SERVICE_URL", "config service"),
     ):
         command = option(command)
     return command

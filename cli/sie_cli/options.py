@@ -30,13 +30,16 @@ _WARNED = "Whoever started this process has told the warnings about its settings
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
-def settings_options(*components: str) -> Callable[[F], F]:
-    """Add an option for every setting that one of the components reads. Secrets are left out: they would show in process lists."""
+def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
+    """Add an option for every setting that one of the components reads. Secrets are left out: they would show in process lists.
+
+    `url`: the setting that --url means too.
+    """
 
     def decorate(function: F) -> F:
         for row in reversed(ROWS):
             if row.name.startswith("SIE_") and not row.secret and not set(components).isdisjoint(row.components):
-                function = _option(row)(function)
+                function = (url_option(url, "gateway") if row.name == url else _option(row))(function)
         function = click.option("--warned", hidden=True, is_flag=True, help=_WARNED)(function)
         return click.option("--failpoints", hidden=True, callback=_failpoints, help=failpoints.__doc__)(function)
 
@@ -52,6 +55,41 @@ def named_options(*names: str) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+URL = "Of the {what}.  [{name}; default: that of the local `sie serve`]"
+_ANYWHERE = ("--url", "--data-dir", "--pool")
+
+
+def url_option(name: str, what: str) -> Callable[[F], F]:
+    """Add --url, the address of the one server that a command asks; the flag of its setting means the same."""
+    row = BY_NAME[name]
+    return click.option("--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=what, name=name))
+
+
+class AnyPosition(click.Group):
+    """A group that takes the options which say where to look before the name of a command too: `sie --url URL dlq list`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, behind(args))
+
+
+def behind(args: list[str]) -> list[str]:
+    """The arguments, with _ANYWHERE moved from before the first name to the end."""
+    kept: list[str] = []
+    moved: list[str] = []
+    rest = list(args)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        first = rest.pop(0)
+        name, has_value, _ = first.partition("=")
+        into = moved if name in _ANYWHERE else kept
+        into.append(first)
+        if into is moved and not has_value and rest:
+            moved.append(rest.pop(0))
+    if not rest:
+        return args
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*kept, *rest[:end], *moved, *rest[end:]]
 
 
 def data_dir_option(function: F) -> F:
@@ -127,7 +165,7 @@ def at_broker(name: str, settings: Settings, work: Callable[[NatsBroker], Awaita
     async def run() -> T:
         if settings.nats_url is None:
             here = f"no `sie serve` with a broker runs with {default_data_dir()}"
-            raise SettingError("SIE_NATS_URL", f"which broker? {here}; give --data-dir or --nats-url")
+            raise SettingError("SIE_NATS_URL", f"which broker? {here}; give --data-dir or --url")
         broker = NatsBroker(name)
         await broker.open(settings.nats_url, CONNECT_S, settings.nats_password)
         try:

@@ -28,7 +28,7 @@ import httpx
 import msgspec
 
 from sie_cli import access, environment
-from sie_cli.access import OPERATOR, Access
+from sie_cli.access import OPERATOR, USUAL_MODELS, Access
 from sie_cli.data_dir import DataDir, default_data_dir, private_folder, socket_path
 from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
@@ -367,6 +367,7 @@ class _Serve:
             config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
             broker_url=embedded.url if embedded else "", broker_monitor_url=embedded.monitor_url if embedded else "",
             operator_password=embedded.passwords[OPERATOR] if embedded else "", admin_token=self._admin_token.reveal(),
+            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls), models_dir=_models_folder(plan.settings),
         )  # fmt: skip
 
     def _greet(self) -> None:
@@ -381,22 +382,24 @@ class _Serve:
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
-            f"metrics {self._metrics_urls()}",
+            "metrics " + "; ".join(f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls().items()),
             *([f"models  sie models list{here}"] if self._access().config_url else []),
             *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
-            *([f"keys    sie keys create NAME{here if self._embedded else f' --nats-url {broker}'}"] if mode == "token" else []),
+            *([f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}"] if mode == "token" else []),
             f'try     curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
         ):
             self._say("serve", line)
 
-    def _metrics_urls(self) -> str:
-        """Where Prometheus finds each gateway and each worker."""
+    def _metrics_urls(self) -> dict[str, list[str]]:
+        """Where metrics and probes of the gateways and of the workers are, by whose they are."""
         host = _reachable(self._plan.host)
-        parts = [
-            f"{name} " + ", ".join(f"http://{host}:{first + number}/metrics" for number in range(count))
-            for name, (first, count) in self._metrics.items()
-        ]
-        return "; ".join(parts)
+        return {name: [f"http://{host}:{first + number}" for number in range(count)] for name, (first, count) in self._metrics.items()}
+
+
+def _models_folder(settings: Settings) -> str:
+    """As an absolute path, unless it is a bucket."""
+    named = settings.models_dir or USUAL_MODELS
+    return named if "://" in named else str(Path(named).expanduser().absolute())
 
 
 def _numbered(name: str, number: int, count: int) -> str:

@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from sie_cli.display import counted, size
-from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded, refuse
+from sie_cli.options import GATEWAY, data_dir_option, gateway_token, loaded, refuse, url_option
 from sie_contracts.settings import public_url
 from sie_contracts.status import QueueInfo
 
@@ -139,10 +139,10 @@ class View:
 
 
 @click.command()
-@click.option("--gateway", metavar="URL", help="The gateway.  [default: SIE_GATEWAY_URL, else that of the local `sie serve`]")
+@url_option("SIE_GATEWAY_URL", "gateway")
 @data_dir_option
 @click.option("--once", is_flag=True, help="One picture, then end.")
-def top(gateway: str | None, once: bool) -> None:
+def top(gateway_url: str | None, once: bool) -> None:
     """Show workers, models and queues of a cluster, live. Ctrl-C ends it.
 
     In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Models that are neither
@@ -156,7 +156,7 @@ def top(gateway: str | None, once: bool) -> None:
     from sie_sdk.errors import AuthenticationError, SIEConnectionError, SIEError
 
     logging.getLogger("sie_sdk").setLevel(logging.ERROR)  # its warnings of attempts would break the picture, which tells of them
-    found = loaded({"gateway_url": gateway})
+    found = loaded({"gateway_url": gateway_url})
     url = (found.settings.gateway_url or GATEWAY).partition(",")[0].rstrip("/")
     secret = gateway_token(found.settings, found.sources)
     token = secret.reveal() if secret else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from sie_cli.options import at_broker, data_dir_option, loaded, named_options
+from sie_cli.options import AnyPosition, at_broker, data_dir_option, loaded, named_options, url_option
 from sie_contracts import topology as names
 from sie_contracts.settings import Settings
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 _WORK = "WORK_"
 _SETTINGS = (
-    "SIE_NATS_URL", "SIE_POOL", "SIE_STREAM_STORAGE", "SIE_STREAM_REPLICAS", "SIE_QUEUE_MAX_BYTES", "SIE_GATEWAY_REQUEST_TIMEOUT",
+    "SIE_POOL", "SIE_STREAM_STORAGE", "SIE_STREAM_REPLICAS", "SIE_QUEUE_MAX_BYTES", "SIE_GATEWAY_REQUEST_TIMEOUT",
     "SIE_ACK_WAIT_S",
 )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=AnyPosition)
 def topology() -> None:
     """Look at the streams and consumers at the broker, compare them, and change them.
 
@@ -36,14 +36,14 @@ def topology() -> None:
     sie topology check      how it differs from what this version and these settings want; status 1 if it does
     sie topology migrate    the steps from one to the other, and with --yes their execution
 
-    It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any other by --nats-url or
+    It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any other by --url or
     SIE_NATS_URL, with SIE_NATS_PASSWORD. Settings are those of the gateways: give the same ones.
     """
 
 
 def _options(command: F) -> F:
     json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
-    return data_dir_option(named_options(*_SETTINGS)(json(command)))
+    return data_dir_option(url_option("SIE_NATS_URL", "broker")(named_options(*_SETTINGS)(json(command))))
 
 
 @topology.command()

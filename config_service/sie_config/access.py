@@ -12,7 +12,7 @@ from collections.abc import Callable
 from starlette.exceptions import HTTPException
 
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
-from sie_contracts.runtime.keys import Keys
+from sie_contracts.runtime.keys import Key, Keys
 from sie_contracts.runtime.routes import CONFIG_ROUTES, Table, bearer, row_of
 from sie_contracts.settings import Settings
 
@@ -29,8 +29,8 @@ class Gate:
         self._clock = clock
         self.keys: Keys | None = None  # once there is a broker
 
-    def check(self, method: str, path: str, authorization: str) -> None:
-        """Let the call in or not.
+    def check(self, method: str, path: str, authorization: str) -> str:
+        """Let the call in or not; returns who it is, as the history of a model names its authors.
 
         Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read, NotFound and
         HTTPException 405 with `Allow`.
@@ -41,7 +41,10 @@ class Gate:
         is_admin = self._admin is not None and self._admin.matches(token)
         is_reader = self._reader is not None and self._reader.matches(token)
         reads = row is None or row.reader or row.scope == "read"
-        if not (is_admin or (is_reader and reads) or self._has_scope(token, "read" if row is None else row.scope, is_reader)):
+        key = None
+        if not (is_admin or (is_reader and reads)):
+            key = self._key_with(token, "read" if row is None else row.scope, is_reader)
+        if not (is_admin or (is_reader and reads) or key):
             if is_reader:
                 raise PermissionDenied("the read token reads only; this needs SIE_ADMIN_TOKEN")
             if not self._by_key and self._admin is None and (not reads or self._reader is None):
@@ -56,18 +59,19 @@ class Gate:
             raise NotFound("no such path; /docs lists all")
         if row is None:
             raise HTTPException(405, headers={"Allow": ", ".join(methods)})
+        return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
-    def _has_scope(self, token: str, scope: str, is_known: bool) -> bool:
-        """Whether the token is that of a key with the scope. Raises PermissionDenied, Unauthenticated of a key without, NotReady."""
+    def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
+        """The key of the token, if it has the scope. Raises PermissionDenied, Unauthenticated of a key without, NotReady."""
         if not self._by_key or not token or is_known:
-            return False
+            return None
         if self.keys is None or not self.keys.loaded:
             raise NotReady("the keys are not read yet")
         key = self.keys.find(token)
         if key is None:
-            return False
+            return None
         if why := key.ended(self._clock()):
             raise Unauthenticated(f"this key {why}: `sie keys create` makes another")
         if scope not in key.scopes:
             raise PermissionDenied(f"this needs a key with scope {scope}, this one has {', '.join(key.scopes)}")
-        return True
+        return key

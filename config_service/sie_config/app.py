@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Collection
@@ -19,7 +20,7 @@ from starlette.requests import ClientDisconnect
 
 import sie_contracts
 from sie_config.access import Gate
-from sie_config.documents import Document, read
+from sie_config.documents import Document, difference, read
 from sie_config.metrics import Metrics
 from sie_config.mirror import Held, bundles_of
 from sie_config.store import CatalogueStore, digest_of
@@ -95,7 +96,7 @@ class ConfigService:
         dry_run, force = _flags(request, "dry_run", "force")
         answered = await self.writer.write(Asked(
             operation, model, edit, digest_of(operation.encode(), model.encode(), body), _key(request), _if_match(request), dry_run,
-            profiles, force,
+            profiles, force, request.scope["sie.author"],
         ))  # fmt: skip
         status = 201 if answered.created and not answered.replayed else 200
         return _json(answered.body, {"ETag": f'"{answered.body["revision"]}"'}, status)
@@ -133,7 +134,7 @@ def create_app(service: ConfigService) -> App:
 
         try:
             if path.startswith("/v1/"):
-                service.gate.check(scope["method"], path, headers.get("authorization", ""))
+                scope["sie.author"] = service.gate.check(scope["method"], path, headers.get("authorization", ""))
                 if ".." in path.split("/"):
                     raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
             await app({**scope, "path": path.removesuffix("/")}, receive, tagged)  # one final slash says nothing
@@ -162,8 +163,13 @@ def _reads(app: FastAPI, service: ConfigService) -> None:
         revisions = await service.require().history(model)
         if not revisions:
             raise await service.require().not_found(model)
-        told = [{"revision": each.revision, "created_at": each.created_at, "operation": each.operation} for each in revisions]
-        return _json({"model_id": model, "revisions": told})
+        return _json({"model_id": model, "revisions": [
+            {
+                "revision": each.revision, "created_at": each.created_at, "operation": each.operation,
+                "author": each.author or each.source, "changes": [] if before is None else difference(before.entry, each.entry),
+            }
+            for each, before in itertools.zip_longest(revisions, revisions[1:])
+        ]})  # fmt: skip
 
     @app.get(_MODELS + "/{model:path}/status", summary="Which gateways and workers serve which revision of a model")
     async def status(model: str) -> Response:

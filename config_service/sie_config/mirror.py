@@ -38,6 +38,7 @@ class Stored(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
+    author: str = ""  # whose token wrote it, by name; empty for what was seeded, and of versions that did not keep it
 
 
 @dataclass(frozen=True, slots=True)

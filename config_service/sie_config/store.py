@@ -59,6 +59,7 @@ class Change:
     entry: dict[str, Any] | None
     source: str
     operation: str
+    author: str = ""
 
     def told(self, bundles: Mapping[str, Bundle]) -> set[str]:
         """The bundles that hear of it."""
@@ -231,7 +232,7 @@ class CatalogueStore:
         revisions: list[Stored] = []
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         for change in changes:
-            stored = Stored(change.entry, change.source, change.held.revision + 1, change.operation, now, change.model)
+            stored = Stored(change.entry, change.source, change.held.revision + 1, change.operation, now, change.model, change.author)
             value = msgspec.json.encode(stored)
             writes.append(Write(model_key(change.model), value, change.held.sequence))
             writes.append(Write(_history_key(change.model, stored.revision), value))

@@ -49,6 +49,7 @@ class Asked:
     dry_run: bool = False
     profiles: Collection[str] | None = None  # that it names; None: all that there are
     force: bool = False  # although an alias needs the model as it is
+    author: str = ""  # who asked
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Writer:
             return Answered(body, created)
         reply = None if slot is None else slot.with_reply(reply_of(key, asked.request, body))
         if changes:
-            sent, wanted = await store.write([Change(asked.model, held, entry, "api", asked.operation)], reply, guarded.index)
+            sent, wanted = await store.write([Change(asked.model, held, entry, "api", asked.operation, asked.author)], reply, guarded.index)
             if sent < wanted:
                 body = {**body, "warnings": [*body["warnings"], "nats_publish_partial" if sent else "nats_publish_failed"]}
             _logger.info("%s of %s: revision %d", asked.operation, asked.model, held.revision + 1)

@@ -177,7 +177,7 @@ def test_two_models_are_compared_over_the_gateway(cluster: Cluster, tmp_path: Pa
     sample, plot = tmp_path / "sample.txt", tmp_path / "plot.svg"
     sample.write_text("\n".join(f"{subject} {verb}" for subject in ("a cat", "the sea", "my code") for verb in ("runs", "sleeps", "ends")))
     told = sie(
-        cluster, "compare", MODEL, OTHER, "--sample", str(sample), "--plot", str(plot), "--gateway", cluster.url, "--json"
+        cluster, "compare", MODEL, OTHER, "--sample", str(sample), "--plot", str(plot), "--url", cluster.url, "--json"
     )
     found = json.loads(told.stdout)
     assert found["cosine"]["count"] == 9

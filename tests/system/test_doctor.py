@@ -244,7 +244,7 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
 
     asyncio.run(plant())
     found = Examined(tmp_path, {}, "--nats-url", server.url)
-    migrate = f"sie topology migrate --yes --nats-url {server.url}"
+    migrate = f"sie topology migrate --yes --url {server.url}"
     found.named("streams", f"stream {wanted.name} is not as wanted: max_age is", migrate)
     found.named("streams", "consumer ", migrate)
     assert any("is missing: its subject holds messages" in each["wrong"] for each in found.findings["streams"]), found.output
@@ -317,7 +317,7 @@ def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
             other.shutdown()
             serving.join()
     found.named("ports", f"port {port}, which SIE_WORKER_METRICS_PORT means, is held by a program", "--worker-metrics-port")
-    found.named("gateway", "is no gateway of SIE", "--gateway-url")
+    found.named("gateway", "is no gateway of SIE", "--url")
 
 
 @pytest.mark.long

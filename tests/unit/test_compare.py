@@ -87,7 +87,7 @@ def sample(tmp_path: Path) -> Path:
 
 
 async def asked(gateway_url: str, *arguments: str | Path) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, compare, [*map(str, arguments), "--gateway", gateway_url])
+    return await asyncio.to_thread(CliRunner().invoke, compare, [*map(str, arguments), "--url", gateway_url])
 
 
 async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(sample:
     here, there = "http://here:1", "http://there:1"
     admin, auth, named = {"SIE_ADMIN_TOKEN": "admin"}, {"SIE_AUTH_TOKEN": "auth"}, {"SIE_GATEWAY_URL": here}
     for environ, arguments in (
-        (admin | named, ()), (admin | named, ("--gateway", there)), (admin, ()), (admin | auth, ("--gateway", there)), (admin | auth, ()),
+        (admin | named, ()), (admin | named, ("--url", there)), (admin, ()), (admin | auth, ("--url", there)), (admin | auth, ()),
     ):  # fmt: skip
         blank = {name: None for name in os.environ if name.startswith("SIE_")}
         CliRunner().invoke(compare, ["a", "b", "--sample", str(sample), *arguments], env=blank | environ)

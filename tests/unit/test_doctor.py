@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import http.server
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from sie_cli import access
+from sie_cli.access import Access
 from sie_cli.doctor import command
-from sie_cli.doctor.checks import Driver, Torch, drift, faults_of, gpu_faults, skew
+from sie_cli.doctor.checks import Driver, Torch, drift, faults_of, gateway, gpu_faults, ports, skew
 from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
-from sie_cli.doctor.look import Absent, Blind, Look, ask_socket
+from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
 from sie_contracts.messages import ConfigEpoch
+from sie_contracts.settings import load
 
 EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})
 DRIVER = Driver("570.1", (12, 8))
@@ -124,3 +130,41 @@ async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> Non
         found = await ask_socket(path)
     assert "does not speak protocol" in found.wrong
     assert found.fix
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """A program that is not SIE's."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"something else")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is the documented default of ours; one that was given, or that `sie serve` wrote down, is looked at."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as other:
+        threading.Thread(target=other.serve_forever).start()
+        try:
+            port = other.server_address[1]
+            url = f"http://127.0.0.1:{port}"
+            settings = dataclasses.replace(load(environ={}).settings, gateway_metrics_port=port, worker_metrics_port=port)
+            sources = dict(load(environ={}).sources)
+            monkeypatch.setattr("sie_cli.doctor.look.GATEWAY", url)
+            async with looking(settings, sources, tmp_path) as look:
+                with pytest.raises(Absent):
+                    await ports(look)
+                with pytest.raises(Blind, match=f"what answers at {url}, where a gateway is by default, is not SIE's"):
+                    await gateway(look)
+            with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
+                async with looking(settings, sources, tmp_path) as look:
+                    _, (found,) = await ports(look)
+                    assert found.wrong == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+            async with looking(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path) as look:
+                _, (found,) = await ports(look)
+                assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
+        finally:
+            other.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -132,7 +133,11 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     assert json.loads(done("rm", "org/two", "-o", "json", *at))["revision"] == 5
     history = yaml.safe_load(done("history", "org/two", "-o", "yaml", *at))
     assert [each["operation"] for each in history["revisions"]] == ["delete", "rollback", "put", "patch", "create"]
-    assert "REVISION" in done("history", "org/two", *at)
+    assert {each["author"] for each in history["revisions"]} == {"SIE_ADMIN_TOKEN"}
+    patched = {each["path"]: (each.get("before"), each.get("after")) for each in history["revisions"][3]["changes"]}
+    assert patched["$.max_tokens"][1] == 8
+    (line,) = [line for line in done("history", "org/two", *at).splitlines() if " patch " in line]
+    assert re.search(r"^2 +patch +\S+ +SIE_ADMIN_TOKEN +.*max_tokens: \S+ -> 8", line), line
     done("rollback", "org/two", "1", *at)
     assert "org/two  default, v1.5  api" in done("list", *at)
     assert "revision 6 from api" in done("status", "org/two", *at)
@@ -160,7 +165,8 @@ def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_
     told = done("add", str(entry), "--models-dir", str(folder), "--dry-run")
     assert "nothing is written" in told
     assert not folder.exists()
-    assert f"wrote {folder}/org/file.yaml" in done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
+    told = done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
+    assert f"wrote {folder}/org/file.yaml\na file only, no server was told" in told
     assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
     assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
     assert done("add", str(entry), SIE_CONFIG_SERVICE_URL=served.url).startswith("org/file is at revision")

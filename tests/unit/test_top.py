@@ -233,7 +233,7 @@ class Terminal:
 def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> None:
     port = free_port()
     with gateway(port, frame()):
-        terminal = Terminal("--gateway", f"http://127.0.0.1:{port}")
+        terminal = Terminal("--url", f"http://127.0.0.1:{port}")
         try:
             until(lambda: "live" in terminal.said and "worker-1" in terminal.said, 30, "a picture")
         except AssertionError:
@@ -260,7 +260,7 @@ def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> N
 def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
     port = free_port()
     with gateway(port, frame()):
-        process = subprocess.Popen([SIE, "top", "--gateway", f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen([SIE, "top", "--url", f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stderr is not None
         with process.stdout, process.stderr:
@@ -278,7 +278,7 @@ def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
 def test_once_is_one_picture() -> None:
     port = free_port()
     with gateway(port, frame()):
-        found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
+        found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
     assert found.exit_code == 0, found.output
     assert found.stdout.count("sie top") == 1
     assert "\x1b" not in found.stdout
@@ -287,7 +287,7 @@ def test_once_is_one_picture() -> None:
 def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.top.FIRST_S", 0.2)
     port = free_port()
-    found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
+    found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
     assert found.exit_code == 2
     assert found.stderr.startswith(f"error: no gateway answers at http://127.0.0.1:{port}: ")
     assert found.stderr.count("\n") == 1, "attempts are not told of one by one"
@@ -302,7 +302,7 @@ def test_a_refusal_says_what_to_set() -> None:
         serving.start()
         try:
             port = server.socket.getsockname()[1]
-            found = CliRunner().invoke(main, ["top", "--once", "--gateway", f"http://127.0.0.1:{port}"])
+            found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
         finally:
             server.shutdown()
             serving.join(30)

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -112,30 +113,41 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
 
 
 async def ports(look: Look) -> Found:
-    """The ports of probes and metrics: that SIE is what answers, and that it is ready."""
+    """The ports of probes and metrics that this machine was told, or that its `sie serve` wrote down: that SIE answers, and is ready.
+
+    The documented defaults are not looked at: whoever holds them may be anybody.
+    """
     findings, seen = [], []
-    is_up = any(told.is_sie for told in await look.gateways())
-    for name, port in (
-        ("SIE_GATEWAY_METRICS_PORT", look.settings.gateway_metrics_port), ("SIE_WORKER_METRICS_PORT", look.settings.worker_metrics_port),
-    ):  # fmt: skip
-        if not port or (is_up and not look.is_given(name)):
-            continue  # where a cluster runs, the default of what this machine was not told says nothing
-        url = f"http://127.0.0.1:{port}"
+    asked = [
+        (f"http://127.0.0.1:{port}", name)
+        for name, port in (
+            ("SIE_GATEWAY_METRICS_PORT", look.settings.gateway_metrics_port),
+            ("SIE_WORKER_METRICS_PORT", look.settings.worker_metrics_port),
+        )
+        if port and look.is_given(name)
+    ]
+    known = {url for url, _ in asked}
+    asked += [(url, "") for url in look.local_ports() if url not in known]
+    for url, name in asked:
+        port = int(url.rpartition(":")[2])
         ready, metrics = await asyncio.gather(look.get(url, "/readyz"), look.get(url, "/metrics"))
         if ready.trouble and metrics.trouble:
             if await _is_open(port):
                 findings.append(_taken(name, port))
-            else:
+            elif name:
                 seen.append(f"{port} is free")
+            else:
+                wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {look.data_dir}"
+                findings.append(Finding(wrong, "start `sie serve` again: it takes the place of one that was killed"))
         elif b"\nsie_" not in metrics.body and not metrics.body.startswith(b"sie_"):
             findings.append(_taken(name, port))
         elif ready.status != 200:
             reason = ready.body.decode(errors="replace").strip()[:200]
-            findings.append(Finding(f"port {port} ({name}): {reason or 'not ready'}", _READY_FIX))
+            findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", _READY_FIX))
         else:
             seen.append(f"{port} is ready")
     if not seen and not findings:
-        raise Absent("neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given")
+        raise Absent("neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given, and no `sie serve` wrote its ports down")
     return ", ".join(seen), findings
 
 
@@ -143,10 +155,13 @@ _READY_FIX = "mend what it names: the findings of broker, gateway and sockets sa
 
 
 def _taken(name: str, port: int) -> Finding:
+    if not name:
+        wrong = f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+        return Finding(wrong, "start `sie serve` again: it takes other ports")
     row = BY_NAME[name]
     return Finding(
         f"port {port}, which {name} means, is held by a program that is not SIE's",
-        f"end that program (`ss -ltnp sport = :{port}` names it), or start the {row.components[0]} with {row.flag} and a free port",
+        f"end that program (`ss -ltnp 'sport = :{port}'` names it), or start the {row.components[0]} with {row.flag} and a free port",
     )
 
 
@@ -168,13 +183,15 @@ async def gateway(look: Look) -> Found:
     findings: list[Finding] = []
     tolds = await look.gateways()
     if not look.is_given("SIE_GATEWAY_URL") and tolds[0].trouble:
-        raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): name one with --gateway-url")
+        raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): name one with --url")
+    if not look.is_given("SIE_GATEWAY_URL") and not tolds[0].is_sie:
+        raise Blind(f"what answers at {tolds[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url")
     for told in tolds:
         if told.trouble:
-            fix = f"start it (`sie gateway`, `sie serve`), or give its address: --gateway-url, not {told.url}"
+            fix = f"start it (`sie gateway`, `sie serve`), or give its address: --url, not {told.url}"
             findings.append(Finding(f"no gateway answers at {told.url}: {told.trouble}", fix))
         elif not told.is_sie:
-            fix = "end that program or start the gateway with another --port; --gateway-url says where to look"
+            fix = "end that program or start the gateway with another --port; --url says where to look"
             findings.append(Finding(f"what answers at {told.url} is no gateway of SIE", fix))
         elif told.status in _FORBIDDEN:
             findings.append(_refused(told))
@@ -192,7 +209,7 @@ async def gateway(look: Look) -> Found:
 def _refused(told: Told) -> Finding:
     return Finding(
         f"the gateway at {told.url} does not let this token read (status {told.status})",
-        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own, or one that `sie keys create NAME --scope read` prints",
+        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own, or one that `sie keys create NAME --scopes read` prints",
     )
 
 
@@ -263,15 +280,16 @@ async def streams(look: Look) -> Found:
     from sie_contracts.broker import BrokerError
 
     connection = await look.stream_broker()
-    url = public_url(await look.broker_url())
+    is_local = look.sources.get("SIE_NATS_URL") == SOURCE
+    where = f"--data-dir {shlex.quote(str(look.data_dir))}" if is_local else f"--url {public_url(await look.broker_url())}"
     try:
         steps = await steps_at(connection, look.settings)
     except BrokerError as error:
         raise Blind(f"the broker does not tell: {error}") from error
-    return "streams and consumers are as this version and these settings want them", [_of_step(step, url) for step in steps]
+    return "streams and consumers are as this version and these settings want them", [_of_step(step, where) for step in steps]
 
 
-def _of_step(step: Step, url: str) -> Finding:
+def _of_step(step: Step, where: str) -> Finding:
     if step.action == "create":
         wrong = f"{step.kind} {step.name} is missing" + (f": {step.reason}" if step.reason else "")
     else:
@@ -279,7 +297,7 @@ def _of_step(step: Step, url: str) -> Finding:
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
         return Finding(wrong, step.reason if step.changes else f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is")
-    return Finding(wrong, f"sie topology migrate --yes --nats-url {url}  (with the gateways' settings)")
+    return Finding(wrong, f"`sie topology migrate --yes {where}`, with the gateways' settings")
 
 
 # ---- the catalogue

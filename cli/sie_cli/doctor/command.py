@@ -42,13 +42,13 @@ class Report(msgspec.Struct, frozen=True):
 @click.command()
 @click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="That of `sie serve`.  [default: ~/.local/share/sie]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
-@settings_options("gateway", "config", "sidecar", "adapter")
+@settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")
 def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
     """Say what is wrong with a cluster and this machine's part of it, and what mends each thing. It changes nothing.
 
     \b
     sie doctor                                         a `sie serve` of this machine
-    sie doctor --gateway-url URL --nats-url nats://... a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes have them
+    sie doctor --url URL --nats-url nats://...         a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes have them
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config service, it asks the
     gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and consumers, who is behind the catalogue,

@@ -23,6 +23,7 @@ import httpx
 import msgspec
 
 from sie_cli.access import SOURCE
+from sie_cli.access import read as read_access
 from sie_cli.data_dir import sockets_folder
 from sie_cli.options import GATEWAY, gateway_token
 from sie_contracts import ipc, messages, topology
@@ -128,6 +129,11 @@ class Look:
 
     def is_given(self, name: str) -> bool:
         return self.sources.get(name) in ("flag", "environment")
+
+    def local_ports(self) -> tuple[str, ...]:
+        """Addresses of metrics and probes that the `sie serve` of the data directory wrote down; none where none runs."""
+        access = read_access(self.data_dir)
+        return access.metrics_urls if access is not None else ()
 
     async def close(self) -> None:
         for task in self._tasks.values():
