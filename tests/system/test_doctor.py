@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 from click.testing import CliRunner
-from cluster import until
+from cluster import SIE, until
 from fake_adapter import toy_entry
 from inprocess import settings_of
 from nats_server import NatsServer
@@ -249,6 +249,12 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     found.named("streams", "consumer ", migrate)
     assert any("is missing: its subject holds messages" in each["wrong"] for each in found.findings["streams"]), found.output
     found.named("streams", f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing", migrate)
+    pasted = {each["fix"].split("`")[1] for each in found.findings["streams"]}  # as a reader would
+    assert pasted == {migrate}
+    environ = {**os.environ, "PATH": f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", *pasted], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Examined(tmp_path, {}, "--nats-url", server.url).findings["streams"] == []
 
 
 # ---- this machine
