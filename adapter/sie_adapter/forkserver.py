@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 from sie_contracts.runtime import failpoints
-from sie_contracts.runtime.process import EXIT_BAD_SETTING
+from sie_contracts.runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # a child that lived this long is replaced without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001
@@ -89,7 +89,7 @@ def _is_alone() -> bool:
 
 
 def _ended(child: int) -> tuple[int, bool]:
-    """Wait for a child: its exit status, negative for a signal, and whether it had been told to end. Passes SIGTERM and SIGINT on, as
+    """Wait for a child: its exit status, negative for a signal, and whether it had been told to end. Passes those of the end on, as
     SIGTERM, and reaps what else ends: in a container this process inherits every orphan.
     """
     stopping = False

@@ -21,6 +21,7 @@ from types import FrameType
 
 from sie_adapter import dependencies, forkserver, spans
 from sie_contracts.runtime import tracing
+from sie_contracts.runtime.process import end_signals
 from sie_contracts.settings import Settings
 
 _logger = logging.getLogger("sie.adapter")
@@ -31,7 +32,7 @@ _DRAIN = b"D"  # no signal that is handled has this number
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
-    """Serve on `settings.ipc_socket_path` until SIGTERM, SIGINT or Drain. Returns the exit status. To be called on the main thread.
+    """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Returns the exit status. To be called on the main thread.
 
     `spare`: serve in a child, which is replaced at once when it dies (Linux). The call returns in both processes then.
     Running batches may take DRAIN_S to finish; what waits is refused. Raises SettingError for a device that is absent, or a bundle whose
@@ -100,7 +101,7 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A pair of sockets: the first becomes readable on SIGTERM and SIGINT, and by writing to the second. No signal is blocked inside."""
+    """A pair of sockets: the first becomes readable on a signal to end, and by writing to the second. No signal is blocked inside."""
     wake, waker = socket.socketpair()
     waker.setblocking(False)
 
@@ -108,7 +109,7 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
         """The byte that set_wakeup_fd writes is the message."""
 
     before = signal.set_wakeup_fd(waker.fileno())
-    handlers = {number: signal.signal(number, noted) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.signal(number, noted) for number in end_signals()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
     try:
         yield wake, waker

@@ -1,7 +1,7 @@
 """`sie serve`: the whole cluster on one machine. It starts the same processes as a cluster has and is a second implementation of none.
 
 nats-server ─► config service, gateways, sidecars, adapters ─► ready
-SIGTERM, SIGINT ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
+SIGTERM, SIGINT, SIGHUP ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
 from sie_cli.preflight import Listener, Needs, faults, store_bytes
 from sie_cli.supervisor import Child, Supervisor
-from sie_contracts.runtime.process import EXIT_BAD_SETTING
+from sie_contracts.runtime.process import EXIT_BAD_SETTING, end_signals
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, Secret, SettingError, Settings, public_url
 
 READY_POLL_S = 0.1
@@ -184,7 +184,7 @@ class _Serve:
             self._say("serve", "stopping (again to kill at once)")
             self._stop.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, on_signal, number)
         self._set_defaults()
         broker, config, gateways, sidecars, adapters = self._children()

@@ -146,6 +146,7 @@ EXAMPLES: dict[str, Any] = {
         },
         {"gone": 1_700_000_050.5},
     ),
+    "reservations-1-last": Reservations({"team": Reservation(PoolSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, True)}),
     "assigned-1": Assigned({"w1": "team"}),
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "placement-1-parts": Placement(1_700_000_000.5, {"org/model": ("w1",)}, {}, (1, 18_446_744_073_709_551_615)),

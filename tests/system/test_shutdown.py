@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -53,6 +56,42 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.process.wait(15) == 0
         assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(number: str) -> None:
+    """As under nohup."""
+    code = "import signal; from sie_contracts.runtime.process import end_signals; print(*(each.name for each in end_signals()))"
+
+    def names(ignored: bool) -> list[str]:
+        before = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_{'IGN' if ignored else 'DFL'}); "
+        return subprocess.run([sys.executable, "-c", before + code], check=True, capture_output=True, text=True).stdout.split()
+
+    assert number in names(ignored=False)
+    assert (number in names(ignored=True)) == (number != "SIGHUP")
+
+
+def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
+    """SIGHUP drains as SIGTERM does, although nothing can be printed any more."""
+    port, worker_port = free_ports(2)
+    command = [
+        SIE, "serve", "--standalone", "--no-spare", "--port", str(port), "--data-dir", str(tmp_path), "--gateway-metrics-port", "0",
+        "--worker-metrics-port", str(worker_port),
+    ]  # fmt: skip
+    terminal, inside = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:  # fmt: skip
+        os.close(inside)
+        shown = b""
+        while b"ready in" not in shown:
+            shown += os.read(terminal, 1 << 16)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        os.close(terminal)
+        assert process.wait(30) == 0
+    assert psutil.wait_procs(children, timeout=1)[1] == []
 
 
 def test_a_killed_serve_leaves_no_process(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The life of a process: logs configured, signals owned in one place, a stop that chains, an exit status that is true.
 
-    start ──► run(main) ──► main(stop) ... SIGTERM or SIGINT sets stop ──► main drains and returns its status
+    start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
                                           a second signal cuts a lame duck short, else ends the process at once
 """
 
@@ -33,6 +33,13 @@ _TOLD = _FIELDS[:3]
 
 
 QUOTING = (LookupError, ValueError, TypeError, AttributeError, AssertionError, SyntaxError)  # their messages quote values
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session that closes. The last
+    one is left alone where it is ignored, as under nohup."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
@@ -186,7 +193,7 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
             elif not stop.cut_short():
                 os._exit(128 + number)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, on_signal, number)
         return await main(stop)
 
