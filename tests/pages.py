@@ -3,8 +3,8 @@
     page ──► blocks ──► Reader, with a folder, a home and ports of its own: runs each, compares what it prints with the page
 
 A comment before a block says what it needs: `<!-- server -->` is left running in a terminal of its own until the next such block;
-ELSEWHERE has the reasons for which others are not run. A `text` block behind one is what it prints: any number stands for any other, and …
-for the rest of the line.
+ELSEWHERE has the reasons for which others are not run. A `text` block behind one is what it prints: numbers rounded as the page has them,
+and … for the rest of the line. `<!-- measured -->` before it says that its numbers are those of another machine: any stands for any other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ SHOWN = ("", "text", "json", "yaml", "toml")
 PLAIN = "sie serve"
 BOUND_S = 120.0
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>[a-z]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<shown>.*?)^```$)?",
+    r"^(?:<!-- (?P<mark>[a-z]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$"
+    r"(?:\n+(?P<measured><!-- measured -->\n)?^```text\n(?P<shown>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 _SERVE = re.compile(r"\bsie (airgap )?serve\b")
@@ -49,18 +50,21 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block that is not indented. `shown` is what the page says that it prints, None if it says nothing."""
+    """A fenced block that is not indented. `shown` is what the page says that it prints, None if it says nothing; `measured`: with numbers
+    of another machine."""
 
     language: str
     code: str
     mark: str
     shown: str | None
+    measured: bool = False
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
     """The blocks of a page in these languages, in their order; without any all of them."""
     found = [
-        Block(match["language"], match["code"], match["mark"] or "", match["shown"]) for match in _BLOCK.finditer(page.read_text("utf-8"))
+        Block(match["language"], match["code"], match["mark"] or "", match["shown"], match["measured"] is not None)
+        for match in _BLOCK.finditer(page.read_text("utf-8"))
     ]
     return [block for block in found if not languages or block.language in languages]
 
@@ -81,16 +85,32 @@ def run(code: str, cluster: Cluster) -> list[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=BOUND_S, check=True).stdout.splitlines()
 
 
-def differences(shown: str, printed: str) -> list[str]:
-    """The lines that are not as shown."""
+def differences(shown: str, printed: str, *, measured: bool = False) -> list[str]:
+    """The lines that are not as shown, `measured` numbers excepted."""
     expected, found = shown.splitlines(), printed.splitlines()
     told = [f"{len(found)} lines in place of {len(expected)}"] if len(expected) != len(found) else []
     for line, other in zip(expected, found, strict=False):
-        start, rest, _ = line.partition("…")
-        left, right = _NUMBER.sub("0", start), _NUMBER.sub("0", other)
-        if not (right.startswith(left) if rest else right == left):
+        if not _is_shown(line, other, measured=measured):
             told.append(f"{other!r} in place of {line!r}")
     return told
+
+
+def _is_shown(shown: str, printed: str, *, measured: bool) -> bool:
+    """Whether a line is as the page has it: words, and numbers at their places."""
+    start, is_cut, _ = shown.partition("…")
+    words, others = _NUMBER.split(start), _NUMBER.split(printed)
+    numbers, found = _NUMBER.findall(start), _NUMBER.findall(printed)
+    if len(found) < len(numbers) or (not is_cut and len(found) > len(numbers)):
+        return False
+    last = others[len(numbers)]
+    ends = last.startswith(words[-1]) if is_cut else last == words[-1]
+    return ends and words[:-1] == others[: len(numbers)] and (measured or all(map(_is_rounded, numbers, found)))
+
+
+def _is_rounded(shown: str, printed: str) -> bool:
+    """Whether a number is the one that is shown, give or take one in the last place of a fraction: devices differ in rounding."""
+    places = len(shown.lower().partition("e")[0].partition(".")[2])
+    return abs(float(shown) - float(printed)) <= (1.001 * 10**-places if places else 0)
 
 
 class Reader:
@@ -171,5 +191,5 @@ class Reader:
         assert done.returncode == 0, f"{block.code}\n{done.stdout}\n{done.stderr}"
         if block.language == "bash":
             self._terminal = dict(line.split("=", 1) for line in exported.read_text().split("\0") if line)
-        told = [] if block.shown is None else differences(self._here(block.shown), done.stdout)
+        told = [] if block.shown is None else differences(self._here(block.shown), done.stdout, measured=block.measured)
         assert not told, "\n".join([block.code, *told])

@@ -63,25 +63,26 @@ _EXTRACT = _map(**_COMMON, labels=_list(_TEXT), threshold=_NUMBER, output_schema
 _TIMING = {"type": "object", "additionalProperties": _NUMBER, "description": "Milliseconds by stage, by the stage's name and a short one."}
 _USAGE = _map(prompt_tokens=_WHOLE, total_tokens=_WHOLE, truncated_items=_list(_WHOLE))
 _TOLD = {"timing": _TIMING, "usage": _USAGE, "fingerprint": _TEXT, "warnings": _list(_TEXT), "explain": _list(_ANY)}
+_ITEM_USAGE = _map(prompt_tokens=_WHOLE, total_tokens=_WHOLE, truncated=_FLAG)
 _SLOT_ERROR = _map(code=_TEXT, message=_TEXT, retryable=_FLAG, reason=_TEXT, retry_after_s=_WHOLE)
 _VECTOR = _map(dims=_WHOLE, dtype=_TEXT, values=_list(_NUMBER), scale=_NUMBER, offset=_NUMBER, source=_TEXT)
 _ENCODED = _map(
     model=_TEXT, **_TOLD, muvera=_ANY,
     items=_list(_map(
-        id=_TEXT, metadata=_ANY, dense=_VECTOR, error=_SLOT_ERROR,
+        id=_TEXT, metadata=_ANY, dense=_VECTOR, usage=_ITEM_USAGE, error=_SLOT_ERROR,
         sparse=_map(dims=_WHOLE, dtype=_TEXT, indices=_list(_WHOLE), values=_list(_NUMBER)),
         multivector=_map(token_dims=_WHOLE, num_tokens=_WHOLE, dtype=_TEXT, values=_list(_list(_NUMBER))),
     )),
 )  # fmt: skip
 _SCORED = _map(
     model=_TEXT, query_id=_one_of(_TEXT, _NULL), **_TOLD,
-    scores=_list(_map(item_id=_TEXT, score=_one_of(_NUMBER, _NULL), rank=_WHOLE, metadata=_ANY, error=_SLOT_ERROR)),
+    scores=_list(_map(item_id=_TEXT, score=_one_of(_NUMBER, _NULL), rank=_WHOLE, metadata=_ANY, usage=_ITEM_USAGE, error=_SLOT_ERROR)),
 )  # fmt: skip
 _FOUND = _map(
     model=_TEXT, **_TOLD,
     items=_list(_map(
         id=_TEXT, metadata=_ANY, entities=_list(_ANY), relations=_list(_ANY), classifications=_list(_ANY), objects=_list(_ANY), data=_ANY,
-        error=_SLOT_ERROR,
+        usage=_ITEM_USAGE, error=_SLOT_ERROR,
     )),
 )  # fmt: skip
 _OBJECT = _map(text=_TEXT, image=_TEXT)  # of Jina

@@ -257,6 +257,12 @@ def _echo(item: Item) -> dict[str, Any]:
     return slot
 
 
+def _usage(outcome: Outcome) -> dict[str, Any]:
+    """The tokens of one input. Those of all inputs add up to the usage of the request, which stands beside the slots."""
+    tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
+    return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
+
+
 def encode_slots(
     items: Sequence[Item], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
 ) -> list[dict[str, Any]]:
@@ -275,6 +281,7 @@ def encode_slots(
         slots.append(slot)
         if isinstance(outcome, Failed):
             slot["error"] = slot_error(outcome.error)
+            slot["usage"] = _usage(outcome)
             continue
         for name in run.outputs:
             if name == "dense":
@@ -291,6 +298,7 @@ def encode_slots(
                 dtype = "float16" if run.dtype == "float16" else "float32"
                 indices, values = read(result, outcome, "sparse.indices"), read(result, outcome, "sparse.values")
                 slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
+        slot["usage"] = _usage(outcome)
     return slots
 
 
@@ -304,6 +312,7 @@ def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dic
         entry = {"item_id": f"item-{index}" if item.id is None else item.id, "score": score, **entry}
         if isinstance(outcome, Failed):
             entry["error"] = slot_error(outcome.error)
+        entry["usage"] = _usage(outcome)
         entries.append((math.inf if score is None else -score, index, entry))
     entries.sort(key=lambda each: each[:2])
     return [{**entry, "rank": rank} for rank, (_, _, entry) in enumerate(entries)]
@@ -317,6 +326,7 @@ def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
     slot["data"] = found.get("data", {})
     if isinstance(outcome, Failed):
         slot["error"] = slot_error(outcome.error)
+    slot["usage"] = _usage(outcome)
     return slot
 
 

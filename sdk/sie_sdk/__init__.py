@@ -40,7 +40,7 @@ from sie_sdk.errors import (
     ValidationFailedError,
 )
 from sie_sdk.late_interaction import maxsim
-from sie_sdk.types import Capacity, EncodeResult, ExtractResult, Item, Pool, Progress, Ranked, ScoreResult
+from sie_sdk.types import Capacity, EncodeResult, ExtractResult, Item, ItemUsage, Pool, Progress, Ranked, Results, ScoreResult, Usage
 
 __all__ = [
     "AllItemsFailedError",
@@ -56,6 +56,7 @@ __all__ = [
     "InternalServerError",
     "InvalidInputError",
     "Item",
+    "ItemUsage",
     "LoraLoadFailedError",
     "LoraLoadingError",
     "MethodNotAllowedError",
@@ -79,6 +80,7 @@ __all__ = [
     "RequestError",
     "RequestTimeoutError",
     "ResourceExhaustedError",
+    "Results",
     "SIEAsyncClient",
     "SIEClient",
     "SIEConnectionError",
@@ -86,6 +88,7 @@ __all__ = [
     "ScoreResult",
     "ServerError",
     "ShuttingDownError",
+    "Usage",
     "ValidationFailedError",
     "__version__",
     "maxsim",

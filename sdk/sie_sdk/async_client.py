@@ -24,6 +24,7 @@ from sie_sdk.types import (
     Pool,
     PoolOptions,
     Ranked,
+    Results,
     ScoreResult,
 )
 
@@ -52,7 +53,7 @@ class SIEAsyncClient:
         self, model: str, items: Item | str, **params: Unpack[EncodeParams]
     ) -> EncodeResult: ...
     @overload
-    async def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> list[EncodeResult]: ...
+    async def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> Results[EncodeResult]: ...
     async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """As SIEClient.encode."""
         listed = transport.as_list(items)
@@ -76,7 +77,7 @@ class SIEAsyncClient:
         self, model: str, items: Item | str, **params: Unpack[ExtractParams]
     ) -> ExtractResult: ...
     @overload
-    async def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> list[ExtractResult]: ...
+    async def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> Results[ExtractResult]: ...
     async def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
         """As SIEClient.extract."""
         listed = transport.as_list(items)

@@ -24,6 +24,7 @@ from sie_sdk.types import (
     Pool,
     PoolOptions,
     Ranked,
+    Results,
     ScoreResult,
 )
 
@@ -56,7 +57,7 @@ class SIEClient:
         self, model: str, items: Item | str, **params: Unpack[EncodeParams]
     ) -> EncodeResult: ...
     @overload
-    def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> list[EncodeResult]: ...
+    def encode(self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`."""
         listed = transport.as_list(items)
@@ -80,7 +81,7 @@ class SIEClient:
         self, model: str, items: Item | str, **params: Unpack[ExtractParams]
     ) -> ExtractResult: ...
     @overload
-    def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> list[ExtractResult]: ...
+    def extract(self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]) -> Results[ExtractResult]: ...
     def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
         """What is found in one item (a result) or in a list (a list of results, in order). An item that failed carries `error`."""
         listed = transport.as_list(items)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypedDict
+from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,12 +127,30 @@ class Usage(TypedDict):
     truncated_items: list[int]
 
 
+class ItemUsage(TypedDict):
+    """Tokens of one item, 0 where it failed, and whether it was cut. Those of all items add up to the usage of their call."""
+
+    prompt_tokens: int
+    total_tokens: int
+    truncated: bool
+
+
+_Result = TypeVar("_Result")
+
+
+class Results(list[_Result], Generic[_Result]):
+    """The results of a list of items, in their order. `usage` is that of the whole call, where each result has its item's."""
+
+    def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
+        super().__init__(results)
+        self.usage: Usage = usage if usage is not None else {"prompt_tokens": 0, "total_tokens": 0, "truncated_items": []}
+
+
 class Shared(TypedDict, total=False):
-    """What every result tells of its request. `timing`: milliseconds by stage; `usage`: of the whole call; `headers`: in lower case."""
+    """What every result tells of its request. `timing`: milliseconds by stage; `headers`: in lower case."""
 
     model: str
     timing: dict[str, float]
-    usage: Usage
     fingerprint: str
     request_id: str
     headers: dict[str, str]
@@ -161,6 +179,7 @@ class EncodeResult(Shared, total=False):
     multivector: NDArray[Any]
     outputs: dict[str, dict[str, Any]]
     muvera: dict[str, Any]
+    usage: ItemUsage
     error: dict[str, Any]
 
 
@@ -171,13 +190,16 @@ class ScoreEntry(TypedDict, total=False):
     score: float | None
     rank: int
     metadata: dict[str, Any]
+    usage: ItemUsage
     error: dict[str, Any]
 
 
 class ScoreResult(Shared, total=False):
-    """`scores`: one entry per item, best first, failed ones last. `query_id`: that of the query, None where it has none."""
+    """`scores`: one entry per item, best first, failed ones last. `query_id`: that of the query, None where it has none. `usage`: of the
+    whole call."""
 
     query_id: str | None
+    usage: Usage
     scores: list[ScoreEntry]
 
 
@@ -199,6 +221,7 @@ class ExtractResult(Shared, total=False):
     classifications: list[dict[str, Any]]
     objects: list[dict[str, Any]]
     data: dict[str, Any]
+    usage: ItemUsage
     error: dict[str, Any]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from sie_sdk import wire
 from sie_sdk.core import Answered, Patience, Plan, Received, Send, Session, Together, Work, call, quoted, reading
 from sie_sdk.errors import InvalidInputError, SIEError
-from sie_sdk.types import EncodeResult, ExtractResult, Item, Ranked, ScoreResult
+from sie_sdk.types import EncodeResult, ExtractResult, Item, Ranked, Results, ScoreResult
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # of one body: an eighth of what the server takes
@@ -128,13 +128,25 @@ def _ask(
     return cast("list[_Reply]", replies)
 
 
-def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[list[EncodeResult]]:
+def _of_items(replies: Sequence[_Reply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
+    """A result for each item: what its slot has, and what its request tells of all of them but its usage. `named`: each has an id."""
+    results: Results[Any] = Results(usage=replies[-1].shared["usage"])
+    for reply in replies:
+        shared = {name: value for name, value in reply.shared.items() if name != "usage"}
+        results += [{**shared, **slot} for slot in reply.body["items"]]
+    if named:
+        for place, result in enumerate(results):
+            result["id"] = _id_of(items, place)
+    return results
+
+
+def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[Results[EncodeResult]]:
     """`POST /v1/encode/{model}`; results in input order."""
     if not items:
-        return []
+        return Results()
     session, params = session.for_call(params)
     replies = yield from _ask("encode", model, items, {"params": params}, session, wire.decode_vectors)
-    return cast("list[EncodeResult]", [{**reply.shared, **slot} for reply in replies for slot in reply.body["items"]])
+    return _of_items(replies, items, named=False)
 
 
 def score(model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[ScoreResult]:
@@ -170,14 +182,13 @@ def rerank(
         return [{"index": place, "score": value, "document": documents[place]} for place, value in best]
 
 
-def extract(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[list[ExtractResult]]:
+def extract(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[Results[ExtractResult]]:
     """`POST /v1/extract/{model}`; results in input order."""
     if not items:
-        return []
+        return Results()
     session, params = session.for_call(params)
     replies = yield from _ask("extract", model, items, {"params": params}, session, _slots)
-    slots = [(reply.shared, slot) for reply in replies for slot in reply.body["items"]]
-    return cast("list[ExtractResult]", [{**shared, **slot, "id": _id_of(items, place)} for place, (shared, slot) in enumerate(slots)])
+    return _of_items(replies, items, named=True)
 
 
 def _scores(body: bytes) -> dict[str, Any]:

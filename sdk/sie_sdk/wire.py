@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sie_contracts import arrays
 from sie_sdk.errors import InvalidInputError
 from sie_sdk.media import media
-from sie_sdk.types import Item, Usage
+from sie_sdk.types import Item, ItemUsage, Usage
 
 FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")
@@ -120,6 +120,7 @@ class _Slot(TypedDict, total=False):
     sparse: _Output
     multivector: _Output
     timing: dict[str, float]
+    usage: ItemUsage
     error: dict[str, Any]
 
 

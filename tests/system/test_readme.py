@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cluster import Cluster, running
-from pages import DOCS, ELSEWHERE, README, blocks, run
+from pages import DOCS, ELSEWHERE, README, blocks, differences, run
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +26,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_the_curl_example_prints_the_vector(cluster: Cluster) -> None:
-    command = next(block.code for block in blocks(README, "bash") if block.code.startswith("curl"))
-    script = command.replace("http://127.0.0.1:8080", cluster.url)
+    block = next(block for block in blocks(README, "bash") if block.code.startswith("curl"))
+    script = block.code.replace("http://127.0.0.1:8080", cluster.url)
     printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert differences(block.shown or "", printed) == []
     values = [float(value) for value in re.search(r'"values":\[([^\]]*)\]', printed)[1].split(",")]  # type: ignore[index]
     assert len(values) == 384
     assert oracle.cosines(np.array(values), oracle.encode(["What is deep learning?"])[0]) >= 0.999
 
 
 def test_the_python_example_prints_what_it_shows(cluster: Cluster) -> None:
-    shape, timing = run(blocks(README, "python")[0].code, cluster)
+    block = blocks(README, "python")[0]
+    printed = run(block.code, cluster)
+    assert differences(block.shown or "", "\n".join(printed), measured=block.measured) == []
+    shape, timing = printed
     assert shape == "(384,) float32"
     assert re.fullmatch(r"\{'queue_ms': [\d.]+, 'inference_ms': [\d.]+, 'total_ms': [\d.]+\}", timing)
 
@@ -54,7 +58,9 @@ def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     assert printed[0] == "(384,) float32 {'dims': 384, 'dtype': 'float32'}"
     assert "loaded" in printed, "the model that was waited for"
     assert "MODEL_NOT_FOUND sentence-transformers/all-MiniLM-L6-v2" in printed
-    assert [line for line in printed if line.startswith("2500 ")][-1].split()[1].isdigit(), "the long list and its tokens"
+    assert printed[1].endswith(" a 3 6"), "the tokens of an item, and of the two"
+    count, of_first, of_all = map(int, [line for line in printed if line.startswith("2500 ")][-1].split())
+    assert count * (of_first - 1) < of_all < count * (of_first + 4), "the tokens of one text, and of the long list"
     assert printed[-2] == "1", "the workers of a frame"
     assert printed[-1] == "8", "vectors of the reservation"
 

@@ -137,7 +137,7 @@ def test_sparse_vectors_equal_the_library_s(client: httpx.Client, every_family: 
     _, reply = in_both_formats(client, "encode", "sparse", {"items": TEXTS})
     for slot, row in zip(reply["items"], expected, strict=True):
         sparse = slot["sparse"]
-        assert set(slot) == {"sparse"}
+        assert set(slot) == {"sparse", "usage"}
         assert set(sparse) == {"dims", "dtype", "indices", "values"}
         assert (sparse["dims"], sparse["dtype"]) == (len(row), "float32")
         assert (sparse["indices"].dtype, sparse["values"].dtype) == (np.int32, np.float32)
@@ -152,7 +152,7 @@ def test_every_output_in_every_dtype(client: httpx.Client, dtype: str) -> None:
         (exact,) = vectors(client, "m3", [text], output_types=M3_OUTPUTS)
         body = {"items": [text], "params": {"output_types": M3_OUTPUTS, "output_dtype": dtype}}
         (slot,) = in_both_formats(client, "encode", "m3", body)[1]["items"]
-        assert set(slot) == set(M3_OUTPUTS)
+        assert set(slot) == {*M3_OUTPUTS, "usage"}
         check_converted(slot["dense"], exact["dense"]["values"][None], dtype)
         check_converted(slot["multivector"], exact["multivector"]["values"], dtype)
         assert slot["dense"]["dims"] == slot["multivector"]["token_dims"] == M3_WIDTH
@@ -203,7 +203,7 @@ def test_muvera_by_option_by_profile_and_by_name_are_one(client: httpx.Client, *
         _, reply = in_both_formats(client, "encode", model, body)
         assert reply["muvera"] == msgspec.to_builtins(parameters)
         (slot,) = reply["items"]
-        assert set(slot) == {"dense"}
+        assert set(slot) == {"dense", "usage"}
         assert {**slot["dense"], "values": 0} == {"dims": 96, "dtype": "float32", "source": "muvera", "values": 0}
         np.testing.assert_allclose(slot["dense"]["values"], expected, atol=1e-4)
     (small,) = vectors(client, "late:muvera", [PAIRED], is_query=is_query, output_dtype="int8", output_types=["dense", "multivector"])
@@ -290,7 +290,8 @@ def test_a_cross_encoder_scores_like_the_library_in_order_of_score(client: httpx
     expected = cross_encoder_scores(every_family, PAIRED, texts)
     reply, _ = in_both_formats(client, "score", "cross", {"query": PAIRED, "items": texts})
     np.testing.assert_allclose(by_position(reply), expected, atol=1e-4)
-    assert all(set(entry) == {"item_id", "score", "rank"} for entry in reply["scores"])
+    assert all(set(entry) == {"item_id", "score", "rank", "usage"} for entry in reply["scores"])
+    assert sum(entry["usage"]["total_tokens"] for entry in reply["scores"]) == reply["usage"]["total_tokens"] > 0
     assert [entry["rank"] for entry in reply["scores"]] == list(range(30))
     scores = [entry["score"] for entry in reply["scores"]]
     assert scores == sorted(scores, reverse=True)

@@ -36,7 +36,7 @@ url, count, path, part_tokens, concurrency = sys.argv[1:]
 with SIEClient(url, part_tokens=int(part_tokens), concurrency=int(concurrency)) as client:
     results = client.encode("toy/one", [f"text {number}" for number in range(int(count))])
 np.save(path, np.stack([result["dense"] for result in results]))
-print(len(results), results[0]["usage"]["total_tokens"])
+print(len(results), results.usage["total_tokens"])
 """
 
 

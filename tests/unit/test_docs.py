@@ -123,6 +123,14 @@ def test_every_block_of_a_shell_or_of_python_is_run_or_says_why_not() -> None:
     assert {mark for counts in BLOCKS.values() for mark in counts} <= {"", "server", *pages.ELSEWHERE}
 
 
+def test_nothing_is_shown_of_what_is_not_run_and_measured_numbers_are_fractions_or_rates() -> None:
+    """What no test compares would be invented one day; and what is the same on every machine is compared."""
+    for page in (*DOCS.glob("*.md"), README):
+        every = pages.blocks(page)
+        assert [block.code for block in every if block.shown is not None and block.mark in pages.ELSEWHERE] == [], page.name
+        assert [block.code for block in every if block.measured and not re.search(r"\d\.\d", block.shown or "")] == [], page.name
+
+
 def test_no_command_hides_in_a_block_of_another_language() -> None:
     word = "sie|curl|pip|python|make|docker|kubectl|helm|export|import|from"
     command = re.compile(rf"^ *(?:\$ |(?:[A-Z_]+=\S+ )*(?:{word}) \S)", re.MULTILINE)
@@ -153,6 +161,9 @@ def test_every_command_that_a_page_names_is_there() -> None:
 
 
 def test_what_a_page_shows_is_compared_with_what_is_printed() -> None:
-    assert pages.differences("a 1.5 b\nc…\n", "a -20 b\nc and more\n") == []
-    assert pages.differences("a 1 b\n", "a 1 c\n") == ["'a 1 c' in place of 'a 1 b'"]
+    assert pages.differences("a 1.5 b\nc…\n", "a -20 b\nc and more\n", measured=True) == []
+    assert pages.differences("0.34 24\n[-0.077…\n", "0.3391 24\n[-0.07712, 0.5]\n") == []
+    for shown, printed in (("0.44 12", "0.34 12"), ("0.34 12", "0.34 24"), ("7 a", "7 a 7"), ("[0.5…", "[0.9, 0.5]"), ("a1…", "b1 c")):
+        assert pages.differences(shown, printed) == [f"{printed!r} in place of {shown!r}"]
+    assert pages.differences("a 1 b\n", "a 1 c\n", measured=True) == ["'a 1 c' in place of 'a 1 b'"]
     assert pages.differences("a\nb\n", "a\n") == ["1 lines in place of 2"]

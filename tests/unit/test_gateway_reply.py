@@ -30,6 +30,7 @@ ENTRY = parse_entry({
     "outputs": {"dense": 4, "sparse": 100, "multivector": 4, "score": 0},
 })  # fmt: skip
 REFUSED = Failed(ErrorInfo("INVALID_INPUT", "no", reason="empty_item"))
+NO_TOKENS = {"prompt_tokens": 0, "total_tokens": 0, "truncated": False}
 BUSY = Failed(ErrorInfo("RESOURCE_EXHAUSTED", "no memory"))
 
 
@@ -112,8 +113,8 @@ def test_an_input_that_failed_has_its_error_in_its_slot() -> None:
     outcomes = [*placed(REFUSED), result_of({"dense": np.zeros(4, "<f4")})]
     first, second = reply.encode_slots(items, outcomes, ENTRY, RunOptions(), msgpack=True)
     error = {"code": "INVALID_INPUT", "message": "no", "retryable": False, "reason": "empty_item"}
-    assert first == {"id": "x", "metadata": {"n": 1}, "error": error}
-    assert set(second) == {"dense"}
+    assert first == {"id": "x", "metadata": {"n": 1}, "error": error, "usage": NO_TOKENS}
+    assert set(second) == {"dense", "usage"}
 
 
 def test_outcomes_stand_at_the_places_of_their_inputs() -> None:
@@ -136,7 +137,17 @@ def test_entries_stand_by_score_then_by_position_and_failures_last() -> None:
     ]  # fmt: skip
     assert [entry.get("error", {}).get("code") for entry in entries] == [None, None, None, "INVALID_INPUT", "RESOURCE_EXHAUSTED"]
     assert entries[4]["error"]["retry_after_s"] == 5
-    assert entries[1] == {"item_id": "item-3", "score": 0.5, "rank": 1, "metadata": {"n": 1}}
+    assert entries[1] == {"item_id": "item-3", "score": 0.5, "rank": 1, "metadata": {"n": 1}, "usage": NO_TOKENS}
+
+
+def test_a_slot_has_the_usage_of_its_input() -> None:
+    """Contract 10: that of the request stands beside the slots, and is their sum."""
+    found = Ok({"dense": ArraySlice("<f4", (4,), 0)}, score=1.0, tokens=5, truncated=True)
+    result = WorkResult("r", 0, "w", (found,), np.zeros(4, "<f4").tobytes())
+    expected = {"prompt_tokens": 5, "total_tokens": 5, "truncated": True}
+    assert reply.encode_slots([Item("a")], [(result, found)], ENTRY, RunOptions(), msgpack=True)[0]["usage"] == expected
+    assert reply.score_entries([Item("a")], [(result, found)])[0]["usage"] == expected
+    assert reply.extract_slot(0, Item("a"), found)["usage"] == expected
 
 
 # extract
@@ -146,7 +157,7 @@ def test_all_keys_are_there_whatever_was_found() -> None:
     found = Ok({}, data={"entities": [{"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1}]})
     given = zip((Item("a"), Item("b", "mine"), Item("c")), (found, Ok({}, data={"data": {"k": 1}}), REFUSED), strict=True)
     slots = [reply.extract_slot(index, *each) for index, each in enumerate(given)]
-    empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
+    empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}, "usage": NO_TOKENS}
     entity = {"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1, "bbox": None}
     assert slots[0] == {"id": "item-0", **empty, "entities": [entity]}
     assert slots[1] == {"id": "mine", **empty, "data": {"k": 1}}

@@ -129,7 +129,16 @@ def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
     sent, results = outcome(plan(["x"] * count), answered(verbs.MAX_ITEMS), answered(3))
     assert [len(each["items"]) for each in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
     assert [each["dense"][0] for each in results] == [*range(verbs.MAX_ITEMS), 0, 1, 2]  # type: ignore[attr-defined]
-    assert results[0]["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": []}  # type: ignore[index]
+    assert results.usage == {"prompt_tokens": 6, "total_tokens": 6, "truncated_items": []}  # type: ignore[attr-defined]
+
+
+def test_each_item_has_its_own_usage_and_the_list_that_of_the_call() -> None:
+    """Also where an older server tells only of the request: nothing of that stands at an item."""
+    own = {"prompt_tokens": 2, "total_tokens": 2, "truncated": True}
+    _, results = outcome(plan(["x", "y"]), replied(items=[{"usage": own}, {}]))
+    assert [result.get("usage") for result in results] == [own, None]  # type: ignore[attr-defined]
+    assert results.usage == SHARED["usage"]  # type: ignore[attr-defined]
+    assert (SHARED["usage"], verbs.Results()) == ({"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}, [])
 
 
 def test_parts_are_bounded_by_tokens_and_one_item_may_be_more() -> None:

@@ -142,7 +142,7 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
     )
     assert [result["dense"].tolist() for result in results] == [[float(text)] for text in TEXTS]
     assert (server.most_running, len(server.seen)) == (4, 10)
-    assert results[0]["usage"]["total_tokens"] == 100
+    assert results.usage["total_tokens"] == 100
     assert [each.done for each in told] == list(range(10, 101, 10))
 
 
