@@ -2,8 +2,9 @@
 
     python tests/chart_settings.py
 
-writes charts/sie-cluster/files/settings.json, names, types and bounds into values.schema.json, and files/nats-users.conf, whose source
-is that of `sie serve`: the broker of the chart and the embedded one give each user the same permissions.
+writes charts/sie-cluster/files/settings.json, types and bounds into values.schema.json, and files/nats-users.conf, whose source
+is that of `sie serve`: the broker of the chart and the embedded one give each user the same permissions. It writes the keys of the schema
+into files/keys.json: the schema itself refuses no key, so that templates can say which one was meant.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sie_contracts.settings import BY_NAME, ROWS
 
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
 TABLE = CHART / "files" / "settings.json"
+KEYS = CHART / "files" / "keys.json"
 SCHEMA = CHART / "values.schema.json"
 USERS = CHART / "files" / "nats-users.conf"
 USERS_SOURCE = Path(sie_contracts.__file__).parent / "broker" / "nats" / "users.conf"
@@ -68,16 +70,31 @@ def value(expected: str) -> dict[str, Any]:
 def schema(found: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with the settings of today."""
     names = list(readers())
-    found["definitions"]["settings"] |= {
-        "propertyNames": {"enum": names}, "properties": {name: value(BY_NAME[name].expected) for name in names}
-    }  # fmt: skip
+    found["definitions"]["settings"] |= {"properties": {name: value(BY_NAME[name].expected) for name in names}}
     return found
+
+
+def keys(schema: dict[str, Any]) -> dict[str, Any]:
+    """The keys that values may have, each with those below it, or True where what is below is not looked at; `*` is any name."""
+
+    def below(part: dict[str, Any]) -> Any:
+        if "$ref" in part:
+            part = schema["definitions"][part["$ref"].rpartition("/")[2]]
+        if "properties" in part:
+            return {name: below(each) for name, each in part["properties"].items()}
+        more = part.get("additionalProperties")
+        found = below(more) if isinstance(more, dict) else True
+        return True if found is True else {"*": found}
+
+    return {**below(schema), "global": True}
 
 
 def main() -> None:
     TABLE.write_text(table())
     USERS.write_text(USERS_SOURCE.read_text())
-    SCHEMA.write_text(json.dumps(schema(json.loads(SCHEMA.read_text())), indent=2) + "\n")
+    found = schema(json.loads(SCHEMA.read_text()))
+    SCHEMA.write_text(json.dumps(found, indent=2) + "\n")
+    KEYS.write_text(json.dumps(keys(found), indent=1) + "\n")
 
 
 if __name__ == "__main__":

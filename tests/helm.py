@@ -14,7 +14,10 @@ import yaml
 
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
 RELEASE, NAMESPACE, SECRET = "sie", "search", "sie-tokens"
-FILES = ("values.yaml", "values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "values-kind.yaml", "values-ha.yaml", "everything.yaml")
+FILES = (
+    "values.yaml", "values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "values-kind.yaml", "values-gpu.yaml", "values-ha.yaml",
+    "everything.yaml",
+)  # fmt: skip
 # Every part that a value can turn on, with something in every list and map, so that each key has something to act on.
 EVERYTHING = Path(__file__).parent / "chart" / "everything.yaml"
 CHOSEN = {"auth": {"mode": "static", "secretName": SECRET}}

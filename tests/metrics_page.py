@@ -23,6 +23,11 @@ _PORTS = {
 }
 
 
+def every() -> dict[str, Metric]:
+    """All metrics of all processes by name; no name is of two."""
+    return {name: metric for metrics in TABLE.values() for name, metric in metrics.items()}
+
+
 def _row(metric: Metric) -> str:
     name = metric.name + ("_total" if metric.kind == "counter" else "")
     labels = ", ".join(metric.labels) or "–"

@@ -7,7 +7,6 @@ answers as politely as a right one.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from transformers import AutoConfig, PreTrainedModel
 from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_contracts.catalogue import LoadOptions
-
-_logger = logging.getLogger("sie.adapter")
 
 # While transformers constructs a model it changes torch for the whole process: its default precision, which would change what the lanes
 # compute, unless it is float32 already, and functions of torch, which two loads would restore in the wrong order.

@@ -131,11 +131,6 @@ class Overlay:
         return {path: (root / path).read_bytes() for path in sizes}
 
 
-def wanted_models(settings: Settings) -> dict[str, tuple[ModelEntry | Alias, str]]:
-    """The packaged catalogue with SIE_MODELS_DIR over it, less what SIE_MODEL_FILTER leaves out. Raises as `Overlay.folders`."""
-    return dict(Overlay(settings).folders().models)
-
-
 def _document(path: str, body: bytes) -> ModelEntry | Alias | Bundle:
     """What is in one file. Raises ValidationFailed naming it."""
     try:

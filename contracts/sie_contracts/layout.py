@@ -8,7 +8,7 @@ No clock, no I/O, no randomness: the gateways that compute from equal inputs wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +20,6 @@ HOT = 0.8  # planned use of a worker above which a model is moved off it
 MOVE_GAIN = 0.1  # a move must leave the fuller of both workers better by this part of a worker
 PAUSE_EVERY = 16  # models
 _FIRST_MODELS = 64
-
-Table = dict[str, tuple[str, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +43,14 @@ class _Row:
 
 
 class Layout:
-    """The table of one lane and what it is made from. Not safe for use by two threads at once."""
+    """The table of one lane and what it is made from. Not safe for use by two threads at once.
+
+    A model keeps its live hosts. By falling demand, those without one take workers that have the model. The rest is filled by (room,
+    planned use, residency, number of models, consistent hash). A model that is not loaded leaves a worker with more models than slots where
+    another one has room. At most one model moves off a hot worker per call; the host that it leaves stays in the table, before the `wanted`
+    others, until all of these have it loaded. Hosts that have the model come first. So a lost worker moves no model but its own, and equal
+    inputs move nothing once no worker is hot. A table that asks for fewer hosts than it had is to be cut by the caller, who knows it.
+    """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         """`pause` is called between parts of a long `settle`."""
@@ -362,35 +367,6 @@ class Layout:
         self._add(row, other)
         if row.model in worker.holdings.loaded and row.model not in other.holdings.loaded:
             row.leaving = worker.name
-
-
-def place(
-    prev: Mapping[str, tuple[str, ...]], wanted: Mapping[str, int], workers: Mapping[str, Holdings], demand: Mapping[str, float],
-    slots: Mapping[str, int],
-) -> Table:  # fmt: skip
-    """The hosts of each model of `wanted`: as many live workers as it asks for, or all of them. It is what `Layout` comes to.
-
-    `prev`: the table before. `wanted`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model, in workers' worth of
-    time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at once; 0 or missing is no bound.
-
-    A model keeps its live hosts. By falling demand, those without one take workers that have the model. The rest is filled by (room,
-    planned use, residency, number of models, consistent hash). A model that is not loaded leaves a worker with more models than slots where
-    another one has room. At most one model moves off a hot worker per call; the host that it leaves stays in the table, before the `wanted`
-    others, until all of these have it loaded. Hosts that have the model come first. So a lost worker moves no model but its own, and equal
-    inputs move nothing once no worker is hot. A table that asks for fewer hosts than it had is to be cut by the caller, who knows it.
-    """
-    layout = Layout()
-    for name, holdings in workers.items():
-        layout.set_worker(name, holdings, slots.get(name, 0))
-    for model, count in wanted.items():
-        layout.set_model(model, count)
-        layout.set_before(model, prev.get(model, ()))
-    demands = np.zeros(layout.size)
-    for model, each in demand.items():
-        if model in layout.indices:
-            demands[layout.indices[model]] = each
-    layout.settle(demands)
-    return {model: layout.rows[model].before for model in sorted(layout.rows)} if workers else {}
 
 
 def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> None:

@@ -462,11 +462,6 @@ class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
     generated_at: str = ""
 
 
-Message = (
-    WorkItem | WorkResult | Confirmation | Heartbeat | ConfigDelta | Fragment | Cancel | Payload | Placement | DeadLetter
-    | GatewayBeat | Demand | Reservations | Assigned | PlacementPart
-)  # fmt: skip
-
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
@@ -484,4 +479,3 @@ decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode
 decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
-decode_any = msgspec.msgpack.Decoder(Message).decode

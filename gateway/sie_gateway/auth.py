@@ -51,12 +51,6 @@ ROUTES: tuple[Row, ...] = (
 _TABLE = Table(ROUTES)
 
 
-def scope_of(method: str, path: str) -> str | None:
-    """The scope that a call needs, None where it is open. What no row has needs `read`, to be told so."""
-    row = row_of(_TABLE.methods(path), method)
-    return (row.scope or None) if row is not None else "read"
-
-
 @dataclass(frozen=True)
 class Grant:
     """What a credential is let in with. `key` names it among others: whose turn, whose quota; empty for all who need none.

@@ -12,11 +12,6 @@ def text(tokens: int, expanded: int = 0) -> int:
     return max(tokens, expanded)
 
 
-def pair(left: int, right: int, special: int = 0) -> int:
-    """Two texts that are read together: both sides and the special tokens around them."""
-    return left + right + special
-
-
 def vectors(size: int) -> int:
     """Vectors of a client in the place of a text, of so many bytes: what bounds a batch of them is its frame."""
     return max(1, size // VECTOR_BYTES)
@@ -25,10 +20,3 @@ def vectors(size: int) -> int:
 def image(tiles: int = 0) -> int:
     """An image: 1, or the number of tiles where the model cuts it up."""
     return max(1, tiles)
-
-
-def audio(samples: int, chunk_samples: int) -> int:
-    """Audio: the chunks of `chunk_samples` that hold it, at least one. Raises ValueError for a chunk without samples."""
-    if chunk_samples < 1:
-        raise ValueError(f"a chunk of {chunk_samples} samples")
-    return max(1, -(-samples // chunk_samples))

@@ -16,9 +16,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from helm import CHART, FILES, of_kind, pod, rendered, workloads
+from metrics_page import every
 from monitoring import panels, parts_of, rule_tests, rules, spec
-
-from sie_contracts.runtime.metrics_table import every
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,10 +6,9 @@ import re
 
 import promql_parser as promql
 from helm import CHART, containers, of_kind, pod, rendered, variables, workloads
+from metrics_page import every
 from monitoring import parts_of
 from pages import DOCS
-
-from sie_contracts.runtime.metrics_table import every
 
 FILE = "values-gke.yaml"
 RUNBOOK = re.sub(r"^```.*?^```$", "", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)  # without its block

@@ -100,9 +100,17 @@ def groups(**own: Any) -> dict[str, Any]:
     ({**CHOSEN, "workers": {"groups": {"odd": {}}}}, "machineProfile is required"),
     ({**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"coalesceMs": "5"}}}}}, "coalesceMs: Invalid type"),
     ({**CHOSEN, "workers": {"common": {"workerSidecar": {"batcher": {"maxBatchRequests": 0}}}}}, "maxBatchRequests: Must be greater"),
-    ({**CHOSEN, "settings": {"SIE_ACK_WAIT": 3}}, 'settings: Property name of "SIE_ACK_WAIT" does not match'),
-    ({**CHOSEN, "settings": {"SIE_AUTH_TOKENS": "in-clear"}}, 'settings: Property name of "SIE_AUTH_TOKENS" does not match'),
-    ({**CHOSEN, "gateway": {"replica": 3}}, "Additional property replica is not allowed"),
+    ({**CHOSEN, "settings": {"SIE_ACK_WAIT": 3}}, "settings.SIE_ACK_WAIT: no process reads it here, did you mean SIE_ACK_WAIT_S?"),
+    ({**CHOSEN, "settings": {"SIE_AUTH_TOKENS": "in-clear"}}, "settings.SIE_AUTH_TOKENS: no process reads it here; `sie settings`"),
+    ({**CHOSEN, "gateway": {"replica": 3}}, "- gateway.replica: there is no such key, did you mean replicas?"),
+    ({**CHOSEN, "gatway": {"replicas": 3}}, "- gatway: there is no such key, did you mean gateway?"),
+    ({**CHOSEN, "auth": {**CHOSEN["auth"], "odd": 1}}, "- auth.odd: there is no such key; there are: mode, secretName"),
+    ({**CHOSEN, "machineProfiles": {"l4": {"nodeselector": {}}}}, "l4.nodeselector: there is no such key, did you mean nodeSelector?"),
+    (groups(l4={"machinProfile": "l4"}), "workers.groups.l4.machinProfile: there is no such key, did you mean machineProfile?"),
+    (groups(cpu={**CPU, "autoscaling": {"maxReplica": 3}}), "cpu.autoscaling.maxReplica: there is no such key, did you mean maxReplicas?"),
+    (groups(odd=None), "workers.groups.odd: null takes a group away, and there is none of this name"),
+    ({**CHOSEN, "nats": {"maxUnavailable": 0}}, "nats.maxUnavailable: Must be greater than or equal to 1"),
+    (groups(cpu={**CPU, "adapter": {"resources": {"limits": {"memory": "4GB"}}}}), "resources.limits.memory: Does not match pattern"),
     ({**CHOSEN, "gateway": {"replicas": 0}}, "gateway.replicas: Must be greater than or equal to 1"),
     ({**CHOSEN, "config": {"replicas": -1}}, "config.replicas: Must be greater than or equal to 1"),
     ({**CHOSEN, "gateway": {"maxUnavailable": 0}}, "gateway.maxUnavailable: Must be greater than or equal to 1"),
@@ -130,12 +138,26 @@ def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) 
     """X2: without a choice of who may call nothing renders."""
     with pytest.raises(HelmError) as raised:
         template(values=values)
-    assert message.casefold() in str(raised.value).casefold()
+    told = str(raised.value)
+    assert message.casefold() in told.casefold()
+    assert "anyOf" not in told
+    assert "at <" not in told, "a template broke on it before it was checked"
 
 
 def test_a_setting_that_nobody_reads_is_refused_also_without_the_schema() -> None:
     with pytest.raises(HelmError, match=r"settings\.SIE_ODD: no process reads it here"):
         template("values.yaml", {**CHOSEN, "settings": {"SIE_ODD": 1}}, "--skip-schema-validation")
+
+
+def test_gpu_nodes_need_neither_ingress_nor_keda_nor_prometheus() -> None:
+    found = rendered("values-gpu.yaml")
+    kinds = {each["kind"] for each in found}
+    assert kinds.isdisjoint({"Ingress", "ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule"})
+    (worker,) = (each for name, each in workloads(found).items() if "worker" in name)
+    pod = worker["spec"]["template"]["spec"]
+    assert "nvidia.com/gpu.product" in pod["nodeSelector"]
+    assert any(each["resources"]["limits"].get("nvidia.com/gpu") == 1 for each in pod["containers"])
+    assert all(each["image"].startswith("registry.example.com/sie/sie-") for each in pod["containers"])
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -144,10 +144,11 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
 
 
 def test_the_table_of_settings_is_that_of_today() -> None:
-    """`python tests/chart_settings.py` makes both files."""
+    """`python tests/chart_settings.py` makes these files."""
     assert json.loads(chart_settings.TABLE.read_text()) == chart_settings.readers()
     schema = json.loads(chart_settings.SCHEMA.read_text())
     assert chart_settings.schema(json.loads(json.dumps(schema))) == schema
+    assert chart_settings.keys(schema) == json.loads(chart_settings.KEYS.read_text())
     known = {row.name for row in ROWS}
     assert known >= chart_settings.OWN | chart_settings.LEFT_OUT
 

@@ -11,12 +11,11 @@ import httpx
 import promql_parser as promql
 import pytest
 from cluster import until
+from metrics_page import every
 from monitoring import NAMESPACE, boards, panels, parts_of, proven
 from pictures import draw
 from prometheus_server import Prometheus
 from stack import Device, Plan, Stack
-
-from sie_contracts.runtime.metrics_table import every
 
 pytestmark = [pytest.mark.debian, pytest.mark.serial]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

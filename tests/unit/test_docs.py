@@ -13,10 +13,10 @@ import pages
 import pytest
 import settings_page
 import yaml
+from metrics_page import every
 from pages import DOCS, README, ROOT
 
 from sie_cli.main import main
-from sie_contracts.runtime.metrics_table import every
 from sie_contracts.settings import BY_NAME, ROWS
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
@@ -28,7 +28,7 @@ BLOCKS = {
     "coming-from.md": {"": 3},
     "custom-adapters.md": {"file": 1, "install": 1},
     "doctor.md": {"": 2, "machine": 1},
-    "kubernetes.md": {"kubernetes": 2},
+    "kubernetes.md": {"kubernetes": 4},
     "lora.md": {"": 2},
     "migration.md": {"server": 1, "": 3},
     "models.md": {"server": 1, "": 2},

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from overlays import wanted_models
 from parity import gliner_checkpoints, heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
 from parity.score_checkpoints import build_head
@@ -24,7 +25,6 @@ from sie_adapter.inspection import Inspection, inspect
 from sie_adapter.lanes import Job
 from sie_cli.main import main
 from sie_cli.models import answers
-from sie_config.overlay import wanted_models
 from sie_contracts.catalogue import Catalogue, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import Table, place
 
 from sie_contracts.hosts import Holdings
-from sie_contracts.layout import Layout, Table, place
+from sie_contracts.layout import Layout
 
 models, workers = st.integers(0, 11).map("m{}".format), st.integers(0, 5).map("w{}".format)
 some = st.sets(models, max_size=4).map(frozenset)

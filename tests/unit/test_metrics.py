@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_adapter import toy_entry
 from inprocess import InProcess, Process
-from metrics_page import PAGE, page
+from metrics_page import PAGE, every, page
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +23,7 @@ from sie_contracts.ipc import BatchDone, Description, Shortages
 from sie_contracts.messages import BatchNote, ConfigDelta, Failed, Ok, WorkResult
 from sie_contracts.runtime import metrics as runtime_metrics
 from sie_contracts.runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
-from sie_contracts.runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric, every
+from sie_contracts.runtime.metrics_table import FOLDED, LABELS, MOST_SERIES, OOM, TABLE, Metric
 from sie_contracts.runtime.metrics_table import Process as Kind
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_sidecar.metrics import Metrics, Remedies, of_models

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 from inprocess import settings_of, until
 from object_stores import S3, Faults, Moto, Place, Request, aws_environ
+from overlays import wanted_models
 
 from sie_config import reload
 from sie_config.bucket import BucketFolder
-from sie_config.overlay import MOST_FILE_BYTES, SUFFIXES, Overlay, wanted_models
+from sie_config.overlay import MOST_FILE_BYTES, SUFFIXES, Overlay
 from sie_config.process import prepare
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import ModelEntry

@@ -19,6 +19,7 @@ import yaml
 from click.testing import CliRunner, Result
 from huggingface_hub.errors import HfHubHTTPError
 from inprocess import settings_of
+from overlays import wanted_models
 
 from sie_adapter import dependencies
 from sie_cli import models_service
@@ -27,7 +28,6 @@ from sie_cli.main import main
 from sie_cli.models_commands import patch_of
 from sie_cli.models_service import Service
 from sie_config.app import ConfigService, create_app
-from sie_config.overlay import wanted_models
 from sie_config.store import open_store
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from layouts import place
 from placement_simulation import Case, Simulation, cases, large
 
 from sie_contracts import topology
 from sie_contracts.broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.hosts import Holdings
-from sie_contracts.layout import HOT, place
+from sie_contracts.layout import HOT
 from sie_contracts.messages import Heartbeat, Input, ModelStatus, Placement, RunOptions, WorkItem, decode_placement
 from sie_contracts.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.settings import load

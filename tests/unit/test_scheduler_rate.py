@@ -54,10 +54,6 @@ def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
 
 
 def test_what_inputs_cost() -> None:
-    """A text its tokens, or what its row is filled up to; a pair both sides; an image 1 or its tiles; audio its chunks."""
+    """A text its tokens, or what its row is filled up to; an image 1 or its tiles."""
     assert (cost.text(12), cost.text(12, expanded=32), cost.text(40, expanded=32)) == (12, 32, 40)
-    assert cost.pair(8, 100, special=3) == 111
     assert (cost.image(), cost.image(5)) == (1, 5)
-    assert [cost.audio(samples, 16000) for samples in (0, 1, 16000, 16001, 80000)] == [1, 1, 1, 2, 5]
-    with pytest.raises(ValueError, match="0 samples"):
-        cost.audio(10, 0)

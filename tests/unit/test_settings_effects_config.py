@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
+from overlays import wanted_models
 
 from sie_config import access
-from sie_config.overlay import wanted_models
 from sie_contracts.catalogue import ModelEntry, packaged_folder
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.runtime.feed import read_folder

@@ -20,9 +20,10 @@ from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.messages import ConfigDelta, Heartbeat, ModelStatus
+from sie_contracts.runtime.routes import Table, row_of
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
-from sie_gateway.auth import Gate, scope_of
+from sie_gateway.auth import ROUTES, Gate
 from sie_gateway.fleet import Fleet
 from sie_sidecar.lease import Leases
 
@@ -401,6 +402,10 @@ def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
 
 
 def test_routes_have_the_scopes_of_the_contract() -> None:
+    def scope_of(method: str, path: str) -> str | None:
+        row = row_of(Table(ROUTES).methods(path), method)
+        return (row.scope or None) if row is not None else "read"
+
     for route in ("encode", "score", "extract"):
         assert scope_of("POST", f"/v1/{route}/org/m") == "infer"
     for path in ("/v1/models", "/v1/scaling/a.b.c", "/v1/pools/assignments", "/health", "/nothing"):

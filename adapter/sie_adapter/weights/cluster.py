@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import re
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from sie_adapter.weights.pushing import Pushed
 
-_logger = logging.getLogger("sie.adapter")
 _T = TypeVar("_T")
 
 SETTING = "SIE_CLUSTER_CACHE"

@@ -100,7 +100,8 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- $settings := index . 2 -}}
 {{- range $name := keys $settings | sortAlpha -}}
 {{- if not (hasKey $readers $name) -}}
-{{- fail (printf "settings.%s: no process reads it here; `sie settings` lists all, and those with a key in values.yaml are set there" $name) -}}
+{{- $near := include "sie.near" (list $name (keys $readers)) -}}
+{{- fail (printf "settings.%s: no process reads it here%s; `sie settings` lists all, and those with a key in values.yaml are set there" $name $near) -}}
 {{- end -}}
 {{- if has $component (get $readers $name) }}
 - name: {{ $name }}
@@ -324,4 +325,52 @@ readinessProbe:
   periodSeconds: 3
   timeoutSeconds: 3
   failureThreshold: 3
+{{- end }}
+
+{{/* ", did you mean X?" where one of some names differs by a character, by case or by separators: (list name names) */}}
+{{- define "sie.near" -}}
+{{- $name := index . 0 | lower | replace "_" "" | replace "-" "" -}}
+{{- $found := dict -}}
+{{- range $other := index . 1 | sortAlpha -}}
+{{- $each := $other | lower | replace "_" "" | replace "-" "" -}}
+{{- $short := min (len $name) (len $each) | int -}}
+{{- $long := max (len $name) (len $each) | int -}}
+{{- $head := 0 -}}
+{{- range $at := until $short -}}
+{{- if and (eq $head $at) (eq (substr $at (add1 $at | int) $name) (substr $at (add1 $at | int) $each)) -}}{{- $head = add1 $at | int -}}{{- end -}}
+{{- end -}}
+{{- $tail := 0 -}}
+{{- range $at := until (sub $short $head | int) -}}
+{{- $mine := sub (sub (len $name) $at) 1 | int -}}
+{{- $theirs := sub (sub (len $each) $at) 1 | int -}}
+{{- if and (eq $tail $at) (eq (substr $mine (add1 $mine | int) $name) (substr $theirs (add1 $theirs | int) $each)) -}}{{- $tail = add1 $at | int -}}{{- end -}}
+{{- end -}}
+{{- $apart := sub (sub $long $head) $tail | int -}}
+{{- /* two side by side may have changed places; of a long name a longer piece may be missing */ -}}
+{{- if or (le $apart 1) (and (le $apart 2) (ge $long 5)) (and (le $apart 3) (ge $long 9)) -}}
+{{- if or (not (hasKey $found "name")) (lt $apart $found.apart) -}}{{- $_ := set $found "name" $other -}}{{- $_ := set $found "apart" $apart -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with $found.name }}, did you mean {{ . }}?{{ end -}}
+{{- end }}
+
+{{/* Lines about keys of some values that no template reads: (list values path keys) */}}
+{{- define "sie.unknown" -}}
+{{- $values := index . 0 -}}
+{{- $path := index . 1 -}}
+{{- $known := index . 2 -}}
+{{- if and (kindIs "map" $values) (kindIs "map" $known) -}}
+{{- range $key := keys $values | sortAlpha -}}
+{{- $at := ternary $key (printf "%s.%s" $path $key) (eq $path "") -}}
+{{- if hasKey $known "*" -}}
+{{- include "sie.unknown" (list (index $values $key) $at (index $known "*")) -}}
+{{- else if hasKey $known $key -}}
+{{- include "sie.unknown" (list (index $values $key) $at (index $known $key)) -}}
+{{- else if hasPrefix "SIE_" $key -}}
+{{- printf "- %s: no process reads it here%s `sie settings` lists all, and those with a key in values.yaml are set there\n" $at (include "sie.near" (list $key (keys $known)) | default ";") -}}
+{{- else -}}
+{{- printf "- %s: there is no such key%s\n" $at (include "sie.near" (list $key (keys $known)) | default (printf "; there are: %s" (keys $known | sortAlpha | join ", "))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end }}

@@ -230,8 +230,3 @@ TABLE: dict[Process, dict[str, Metric]] = {
     "worker": {metric.name: metric for metric in _WORKER},
     "config": {metric.name: metric for metric in _CONFIG},
 }
-
-
-def every() -> dict[str, Metric]:
-    """All metrics of all processes by name; no name is of two."""
-    return {name: metric for metrics in TABLE.values() for name, metric in metrics.items()}

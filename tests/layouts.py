@@ -1,0 +1,35 @@
+"""A placement table made anew, as a pure function: what `Layout` is compared with, and a short way to ask it one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sie_contracts.hosts import Holdings
+from sie_contracts.layout import Layout
+
+Table = dict[str, tuple[str, ...]]
+
+
+def place(
+    prev: Mapping[str, tuple[str, ...]], wanted: Mapping[str, int], workers: Mapping[str, Holdings], demand: Mapping[str, float],
+    slots: Mapping[str, int],
+) -> Table:  # fmt: skip
+    """The hosts of each model of `wanted`: as many live workers as it asks for, or all of them. It is what `Layout` comes to.
+
+    `prev`: the table before. `wanted`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model, in workers' worth of
+    time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at once; 0 or missing is no bound.
+    """
+    layout = Layout()
+    for name, holdings in workers.items():
+        layout.set_worker(name, holdings, slots.get(name, 0))
+    for model, count in wanted.items():
+        layout.set_model(model, count)
+        layout.set_before(model, prev.get(model, ()))
+    demands = np.zeros(layout.size)
+    for model, each in demand.items():
+        if model in layout.indices:
+            demands[layout.indices[model]] = each
+    layout.settle(demands)
+    return {model: layout.rows[model].before for model in sorted(layout.rows)} if workers else {}

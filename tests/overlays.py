@@ -1,0 +1,13 @@
+"""What a config service would serve, without one."""
+
+from __future__ import annotations
+
+from sie_config.overlay import Overlay
+from sie_contracts.aliases import Alias
+from sie_contracts.catalogue import ModelEntry
+from sie_contracts.settings import Settings
+
+
+def wanted_models(settings: Settings) -> dict[str, tuple[ModelEntry | Alias, str]]:
+    """The packaged catalogue with SIE_MODELS_DIR over it, less what SIE_MODEL_FILTER leaves out. Raises as `Overlay.folders`."""
+    return dict(Overlay(settings).folders().models)
