@@ -11,6 +11,7 @@ The sync and the async client are shells around the same plans, so they cannot d
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
 import threading
@@ -26,6 +27,7 @@ from sie_sdk.errors import InvalidInputError, ServerError, SIEConnectionError, S
 from sie_sdk.types import Progress
 
 CONNECTION_BUDGET_S = 120.0
+NOBODY_BUDGET_S = 5.0  # for a port of this machine that refuses, where no server was yet: one that is forgotten, not one that restarts
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
 CONCURRENCY = 8
@@ -35,6 +37,8 @@ GRACE_S = 30.0  # above the server's own deadline, so that its answer wins
 CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S = 1.0, 5.0
 MOST_COSTLY_PAUSE_S = 30.0
 HEDGE_SHARE, MOST_HEDGES = 0.2, 10.0
+MAX_TOLD = 256
+_logger = logging.getLogger("sie_sdk")
 
 T = TypeVar("T")
 
@@ -97,11 +101,16 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """No response. The request may have run: inference has no side effects, so it is sent again, unless it can never be sent."""
+    """No response. The request may have run: inference has no side effects, so it is sent again, unless it can never be sent.
+
+    `address`: whose answer it would have been. `is_nobody`: a port of this machine refuses, and has never answered.
+    """
 
     cause: Exception
     elapsed_s: float = 0.0
     is_permanent: bool = False
+    address: str = ""
+    is_nobody: bool = False
 
 
 Step: TypeAlias = "Send | Pause | Work | Answered | Together"
@@ -110,10 +119,10 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 @dataclass(frozen=True)
 class Policy:
-    """How long a call is willing to wait. `wait_for_capacity` False waits for nothing."""
+    """How long a call is willing to wait. `wait_for_capacity` False waits for nothing. `connection_budget_s` None: as long as is usual."""
 
     wait_for_capacity: bool = True
-    connection_budget_s: float = CONNECTION_BUDGET_S
+    connection_budget_s: float | None = None
     capacity_budget_s: float = CAPACITY_BUDGET_S
 
 
@@ -126,6 +135,23 @@ class Patience:
 
     def renew(self) -> None:
         self.mark = object()
+
+
+class Told:
+    """Which warnings of the server a client has logged: each once, however many replies have it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def warn(self, warnings: object) -> None:
+        """Log those that are new; past MAX_TOLD different ones no more."""
+        for warning in warnings if isinstance(warnings, list) else ():
+            with self._lock:
+                is_new = str(warning) not in self._told and len(self._told) < MAX_TOLD
+                self._told.add(str(warning))
+            if is_new:
+                _logger.warning("the server warns: %s", warning)
 
 
 class Hedges:
@@ -161,7 +187,7 @@ class Session:
     explain: bool = False
     strict: bool = False
     wait_for_capacity: bool = True
-    connection_budget_s: float = CONNECTION_BUDGET_S
+    connection_budget_s: float | None = None
     capacity_budget_s: float = CAPACITY_BUDGET_S
     part_tokens: int = PART_TOKENS
     concurrency: int = CONCURRENCY
@@ -169,6 +195,7 @@ class Session:
     progress: bool | None = None
     on_progress: Callable[[Progress], None] | None = None
     hedges: Hedges = field(default_factory=Hedges, repr=False, compare=False)
+    told: Told = field(default_factory=lambda: Told(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, (kind, least) in _LEAST.items():
@@ -223,7 +250,7 @@ _LEAST: dict[str, tuple[type[int] | type[float], float]] = {
     "timeout_s": (float, 0.001), "connection_budget_s": (float, 0), "capacity_budget_s": (float, 0), "hedge_after_s": (float, 0),
     "part_tokens": (int, 1), "concurrency": (int, 1),
 }  # fmt: skip
-_OPTIONS = frozenset(each.name for each in fields(Session)) - {"hedges"}
+_OPTIONS = frozenset(each.name for each in fields(Session)) - {"hedges", "told"}
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
@@ -241,7 +268,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
         if mark is not patience.mark:
             mark, waited_s = patience.mark, dict.fromkeys(waited_s, 0.0)
         waited_s[is_away] += answer.elapsed_s
-        budget_s = policy.connection_budget_s if is_away else policy.capacity_budget_s
+        budget_s = _connection_budget_s(policy, answer) if is_away else policy.capacity_budget_s
         pause_s = min(most_s, least_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads clients
         tries[is_away] += 1
         remaining_s = budget_s - waited_s[is_away]
@@ -254,13 +281,22 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
         yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s)
 
 
+def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> float:
+    if policy.connection_budget_s is not None:
+        return policy.connection_budget_s
+    return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
+
+
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})  # what may have cost the device its time is repeated ever more slowly
 
 
 def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
     """The exception of an attempt; the first pause and the longest, in seconds; whether nobody was there, rather than nobody free."""
     if isinstance(answer, TransportFailed):
-        failure: SIEError = SIEConnectionError(f"{type(answer.cause).__name__}: {answer.cause}", retryable=not answer.is_permanent)
+        where = f"no answer from {answer.address}: " if answer.address else ""
+        hint = "; is a server running there? `sie serve` starts one" if answer.is_nobody else ""
+        message = f"{where}{type(answer.cause).__name__}: {answer.cause}{hint}"
+        failure: SIEError = SIEConnectionError(message, retryable=not answer.is_permanent)
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MOST_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)

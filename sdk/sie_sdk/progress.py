@@ -16,6 +16,7 @@ from sie_sdk.types import Progress
 LOG_EVERY_S = 60.0
 BAR_AFTER_S = 1.0  # a call that is over before needs none
 DRAW_EVERY_S = 0.1
+TIMED_OUT = "GATEWAY_TIMEOUT"  # the server worked on it: nothing is waited for
 _logger = logging.getLogger("sie_sdk")
 
 
@@ -27,12 +28,14 @@ class Meter:
     """
 
     def __init__(
-        self, session: Session, total: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, session: Session, total: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
+        address: str = "",
+    ) -> None:  # fmt: skip
         self._stream = sys.stderr if stream is None else stream
         self._callback = session.on_progress
         self._has_bar = total > 1 and (self._is_terminal() if session.progress is None else session.progress)
         self._clock = clock
+        self._address = f" at {address}" if address else ""
         self._lock = threading.RLock()  # a callback may look at what it likes
         self._started_s = clock()
         self._logged_s: float | None = None
@@ -80,13 +83,24 @@ class Meter:
         if self._width:
             self._write("\r" + " " * self._width + "\r")
             self._width = 0
-        _logger.warning("waiting for %s: next attempt in %.1f s, patience for %.0f s more", pause.cause, pause.seconds, pause.remaining_s)
+        if pause.cause == TIMED_OUT:
+            _logger.warning(
+                "a request took longer than it may%s and is sent again, in %.1f s: a larger timeout_s or a smaller part_tokens helps; "
+                "this ends in %.0f s if nothing is answered", self._address, pause.seconds, pause.remaining_s,
+            )  # fmt: skip
+            return
+        _logger.warning(
+            "waiting for %s%s: next attempt in %.1f s, patience for %.0f s more", pause.cause, self._address, pause.seconds,
+            pause.remaining_s,
+        )  # fmt: skip
 
     def _draw(self, now_s: float) -> None:
         told, columns = self._told, shutil.get_terminal_size().columns - 1
         counts = f"{told.done:,}/{told.total:,} "
         rate = told.done / max(now_s - self._started_s, 1e-3)
-        if told.cause:
+        if told.cause == TIMED_OUT:
+            rest = f" {rate:,.0f}/s, a slow part is sent again"
+        elif told.cause:
             rest = f" waiting for {told.cause}, {told.remaining_s:.0f} s of patience"
         elif told.done < told.total:
             left_s = (told.total - told.done) / rate if rate else 0.0

@@ -30,6 +30,7 @@ class Driver:
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
         self._session = session
+        self._has_answered = False
         self._http = httpx.AsyncClient(limits=transport.limits(session))
 
     async def close(self) -> None:
@@ -40,12 +41,13 @@ class Driver:
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:  # fmt: skip
         """As in `threads`."""
-        with Meter(self._session.for_call(params or {})[0], total) as meter:
+        with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
         """As in `threads`."""
-        running = asyncio.create_task(self._drive(plan, Meter(self._session), self._send), name="sie-sdk")
+        meter = Meter(self._session, address=transport.public(self.url))
+        running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
 
         async def end(timeout_s: float) -> None:
             running.cancel()
@@ -121,5 +123,6 @@ class Driver:
                 timeout=transport.timeout(request),
             )  # fmt: skip
         except transport.FAILURES as error:
-            return transport.failed(error, started_s)
+            return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
+        self._has_answered = True
         return transport.received(response, started_s)

@@ -38,6 +38,7 @@ class Driver:
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
         self._session = session
+        self._has_answered = False
         self._http = httpx.Client(limits=transport.limits(session))
 
     def close(self) -> None:
@@ -47,13 +48,13 @@ class Driver:
         self, plan: Plan[T], params: Mapping[str, Any] | None = None, total: int = 0, send: Callable[[Send], Answer] | None = None
     ) -> T:
         """The result of a plan about `total` items. `send`: what does a request in place of HTTP."""
-        with Meter(self._session.for_call(params or {})[0], total) as meter:
+        with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
         """Drive it in the background, until what is returned is called: with the seconds that it may take to end."""
         stop = threading.Event()
-        running = _spawn(lambda: self._drive(plan, Meter(self._session), stop, self._send))
+        running = _spawn(lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send))
 
         def end(timeout_s: float) -> None:
             stop.set()
@@ -123,5 +124,6 @@ class Driver:
                 timeout=transport.timeout(request),
             )  # fmt: skip
         except transport.FAILURES as error:
-            return transport.failed(error, started_s)
+            return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
+        self._has_answered = True
         return transport.received(response, started_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import time
@@ -40,9 +41,41 @@ def received(response: httpx.Response, started_s: float) -> Received:
     return Received(response.status_code, headers, response.content, time.monotonic() - started_s)
 
 
-def failed(error: Exception, started_s: float) -> TransportFailed:
-    """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting."""
-    return TransportFailed(error, time.monotonic() - started_s, isinstance(error, _NEVER_SENT) or is_unknown_host(error))
+def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
+    """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting.
+
+    A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is not there is told.
+    """
+    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error)
+    is_nobody = not has_answered and _is_refused(error) and _is_loopback(url)
+    return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
+
+
+def public(url: str) -> str:
+    """The address without a user and a password."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _is_refused(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        told = [each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)]  # of each address of a name
+        if told and all(map(_is_refused, told)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = httpx.URL(url).host
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except (httpx.InvalidURL, ValueError):  # a name
+        return False
 
 
 def is_unknown_host(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ Only the parts that are under way are held in memory as they are sent.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from sie_sdk import wire
 from sie_sdk.core import Answered, Patience, Plan, Received, Send, Session, Together, Work, call, quoted, reading
 from sie_sdk.errors import InvalidInputError, SIEError
-from sie_sdk.types import EncodeResult, ExtractResult, Item, Ranked, Results, ScoreResult
+from sie_sdk.types import EncodeParams, EncodeResult, ExtractParams, ExtractResult, Item, Params, Ranked, Results, ScoreResult
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # of one body: an eighth of what the server takes
@@ -81,6 +82,7 @@ class _Request:
                 raise ValueError(f"{self.answers}: expected {count}, got {len(body[self.answers])}")
             shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
             headers = dict(answer.headers)
+            self.session.told.warn(body.get("warnings"))
             return _Reply(start, body, {**shared, "request_id": headers.get("x-sie-request-id", ""), "headers": headers})
 
 
@@ -140,11 +142,31 @@ def _of_items(replies: Sequence[_Reply], items: Sequence[Item | str], *, named: 
     return results
 
 
+def _check_names(verb: str, params: Mapping[str, Any]) -> None:
+    """Raises TypeError for a parameter that no model takes, as Python does for the arguments of functions."""
+    known = _PARAMS[verb]
+    if params.keys() <= known:
+        return
+    from sie_contracts.options import FIELDS  # what the server knows beside: parameters of single families
+
+    for name in params:
+        if name not in known and name not in FIELDS:
+            like = difflib.get_close_matches(name, sorted(known), 1, 0.5)
+            meant = f"did you mean {like[0]}?" if like else "what only a model of yours takes goes into options={...}"
+            raise TypeError(f"{verb}() got an unexpected parameter {name!r}; {meant}")
+
+
+_PARAMS = {
+    "encode": EncodeParams.__annotations__.keys(), "score": Params.__annotations__.keys(), "extract": ExtractParams.__annotations__.keys()
+}  # fmt: skip
+
+
 def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[Results[EncodeResult]]:
     """`POST /v1/encode/{model}`; results in input order."""
     if not items:
         return Results()
     session, params = session.for_call(params)
+    _check_names("encode", params)
     replies = yield from _ask("encode", model, items, {"params": params}, session, wire.decode_vectors)
     return _of_items(replies, items, named=False)
 
@@ -152,6 +174,7 @@ def encode(model: str, items: Sequence[Item | str], params: Mapping[str, Any], s
 def score(model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session) -> Plan[ScoreResult]:
     """`POST /v1/score/{model}`; entries of all items together, best first, failed ones last."""
     session, params = session.for_call(params)
+    _check_names("score", params)
     sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
     fixed = {"query": sent, "params": params}
     replies = yield from _ask("score", model, items, fixed, session, _scores, "scores", wire.weight(sent)[0])
@@ -187,6 +210,7 @@ def extract(model: str, items: Sequence[Item | str], params: Mapping[str, Any], 
     if not items:
         return Results()
     session, params = session.for_call(params)
+    _check_names("extract", params)
     replies = yield from _ask("extract", model, items, {"params": params}, session, _slots)
     return _of_items(replies, items, named=True)
 

@@ -1,0 +1,101 @@
+"""What somebody meets who uses the client for the first time: no server, a name that is misspelt, a slow server."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+import sie_sdk
+from sie_sdk import SIEAsyncClient, SIEClient, verbs
+from sie_sdk.core import CONNECTION_BUDGET_S, NOBODY_BUDGET_S, Pause, Received, Send, Session, TransportFailed
+from sie_sdk.progress import Meter
+
+NOBODY = "http://127.0.0.1:9"
+BOUND_S = 3 * NOBODY_BUDGET_S
+
+
+def check_refused(error: sie_sdk.SIEConnectionError, log: str, began_s: float) -> None:
+    assert str(error).startswith(f"no answer from {NOBODY}: ConnectError: ")
+    assert "is a server running there? `sie serve` starts one" in str(error)
+    assert f"waiting for connection at {NOBODY}: next attempt in" in log
+    assert time.monotonic() - began_s < BOUND_S
+
+
+def test_a_server_of_this_machine_that_is_not_there_is_told_within_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    began_s = time.monotonic()
+    with SIEClient(NOBODY) as client, pytest.raises(sie_sdk.SIEConnectionError) as caught:
+        client.encode("org/one", "a")
+    check_refused(caught.value, caplog.text, began_s)
+
+
+async def test_the_async_client_tells_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    began_s = time.monotonic()
+    async with SIEAsyncClient("http://user:secret@127.0.0.1:9") as client:
+        with pytest.raises(sie_sdk.SIEConnectionError) as caught:
+            await client.encode("org/one", "a")
+    check_refused(caught.value, caplog.text, began_s)
+    assert "secret" not in str(caught.value) + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "is_nobody", "patience_s"),
+    [({}, True, NOBODY_BUDGET_S), ({}, False, CONNECTION_BUDGET_S), ({"connection_budget_s": 60.0}, True, 60.0)],
+)
+def test_how_long_a_refused_connection_is_waited_for(options: dict[str, Any], is_nobody: bool, patience_s: float) -> None:
+    """A server that has answered restarts; who is told to wait waits."""
+    steps = verbs.encode("org/one", ["a"], options, Session())
+    assert isinstance(next(steps), Send)
+    pause = steps.send(TransportFailed(ConnectionRefusedError("no"), address=NOBODY, is_nobody=is_nobody))
+    assert isinstance(pause, Pause)
+    assert pause.seconds + pause.remaining_s == pytest.approx(patience_s)
+
+
+@pytest.mark.parametrize(
+    ("verb", "params", "says"),
+    [
+        ("encode", {"outptu": 1}, "unexpected parameter 'outptu'; did you mean output_"),
+        ("encode", {"dimension": 1}, "did you mean dimensions?"),
+        ("extract", {"label": ["a"]}, "did you mean labels?"),
+        ("score", {"zzz": 1}, "goes into options={...}"),
+    ],
+)
+def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str, Any], says: str) -> None:
+    """Before anything is sent: there is no server here."""
+    with SIEClient(NOBODY) as client, pytest.raises(TypeError) as caught:
+        getattr(client, verb)("org/one", *(("q",) if verb == "score" else ()), ["a"], **params)
+    assert f"{verb}() got an " in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("params", [{"pooling": "cls"}, {"options": {"anything": 1}}, {"dimensions": 8, "timeout_s": 1.0}])
+def test_parameters_of_single_families_and_options_are_sent(params: dict[str, Any]) -> None:
+    assert isinstance(next(verbs.encode("org/one", ["a"], params, Session())), Send)
+
+
+def test_a_warning_of_the_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    session = Session()
+    body = {
+        "model": "org/one", "scores": [{"item_id": "item-0", "score": 1.0, "rank": 0}], "timing": {}, "usage": {}, "fingerprint": "",
+        "warnings": ["options.pooling: not used by this model"],
+    }  # fmt: skip
+    for _ in range(3):
+        steps = verbs.score("org/one", "q", ["a"], {}, session)
+        next(steps)
+        steps.send(Received(200, {}, msgspec.msgpack.encode(body)))
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == ["the server warns: options.pooling: not used by this model"]
+
+
+def test_a_request_that_took_too_long_is_not_shown_as_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    stream, now_s = io.StringIO(), iter(range(100))
+    with Meter(Session(progress=True), 1000, stream=stream, clock=lambda: float(next(now_s)), address="http://there:1") as meter:
+        meter.tell(Pause(5.0, "GATEWAY_TIMEOUT", 895.0))
+        meter.tell(Pause(5.0, "GATEWAY_TIMEOUT", 890.0))
+    assert "waiting" not in stream.getvalue() + caplog.text
+    assert "a slow part is sent again" in stream.getvalue()
+    assert "a request took longer than it may at http://there:1 and is sent again, in 5.0 s" in caplog.text
