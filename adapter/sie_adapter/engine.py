@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from sie_adapter.instrumentation import Instrumentation
 from sie_adapter.lanes import Lanes
 from sie_adapter.loading import Loader
 from sie_adapter.packing import Items
-from sie_adapter.raw import run_raw
+from sie_adapter.raw import extract_options, run_raw
 from sie_adapter.remedies import Remedies
 from sie_adapter.residency import Residency
 from sie_adapter.spoilt import afresh
@@ -67,6 +68,7 @@ class Engine:
             ended=self.loader.ended,
             count=self.remedies.count,
         )
+        self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.frontier = Frontier(settings.cache_folder / "sie" / "frontier.json")
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324 texts/s, two processes
         # 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on texts of 8 tokens
@@ -99,15 +101,33 @@ class Engine:
             _logger.critical("the device is lost, ending: %s", error)
             self._on_device_lost()
 
-    def execute(self, message: RunBatch) -> Reply:
-        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises."""
+    def prepare(self, message: RunBatch) -> Callable[[RunBatch], Reply] | None:
+        """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane, SIE_PREPROCESSOR_WORKERS at
+        once. Returns what runs the batch then, on a lane. Never raises: what fails here fails again there, and is answered."""
+        try:
+            with self.residency.use(message.model, message.fingerprint) as resident:
+                prepare: Any = getattr(resident.weights, "prepare", None)
+                if prepare is None or message.operation != "extract":
+                    return None
+                with self._preprocessing:
+                    return functools.partial(self.execute, preparation=prepare(message.texts, extract_options(message)))
+        except SIEError:
+            return None
+        except Exception as error:  # noqa: BLE001  model code may raise anything; the lane logs it
+            _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
+            return None
+
+    def execute(self, message: RunBatch, preparation: Any = None) -> Reply:
+        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused. Never raises.
+
+        `preparation`: what the family made of its texts before."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 weights: Any = resident.weights  # one of the two protocols below
                 remedied = functools.partial(self.remedies.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.layout == "raw":
-                    return run_raw(weights, message, self.device, self.residency.make_room, remedied)
+                    return run_raw(weights, message, self.device, self.residency.make_room, remedied, preparation)
                 key = frontier_key(resident.fingerprint, weights.precision, self._label)
                 return BatchRun(weights, self.device, message, self.residency.make_room, self.frontier, key, remedied).run()
         except SIEError as error:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
 from sie_adapter import answers
 from sie_adapter.answers import Answer, Answers
 from sie_adapter.batch import check_groups
-from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.packing import Int64
 from sie_adapter.remedies import Remedy
 from sie_adapter.shortage import Shortage, exhausted
@@ -33,18 +34,34 @@ class RawModel(Protocol):
     `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens, width], `sparse` a
     pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts, options)`: for each text the map that
     the client gets. A typed error may stand in the place of any result.
+
+    One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane; `extract` is then given
+    it as well.
     """
+
+
+def extract_options(message: RunBatch) -> list[ExtractOptions]:
+    """What is looked for in each text of a batch."""
+    return [
+        ExtractOptions(group.options.labels, group.options.threshold, group.options.parameters)
+        for group in message.groups
+        for _ in range(group.start, group.stop)
+    ]
 
 
 def run_raw(
     model: Any, message: RunBatch, device: torch.device = _CPU, make_room: Callable[[], bool] = lambda: False,
-    remedied: Callable[[Remedy], None] = lambda remedy: None,
+    remedied: Callable[[Remedy], None] = lambda remedy: None, preparation: Preparation | None = None,
 ) -> BatchDone:  # fmt: skip
     """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
 
-    Out of memory is met as `shortage` says.
+    Out of memory is met as `shortage` says. `preparation`: what the model's own `prepare` gave for this batch; without one a model that has
+    it tokenises here.
     """
     started = time.perf_counter()
+    if preparation is None and hasattr(model, "prepare"):
+        preparation = Preparation()
+    before_s = preparation.seconds if preparation is not None else 0.0
     run = getattr(model, message.operation, None)
     if run is None:
         raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -66,29 +83,32 @@ def run_raw(
         return results
 
     is_extraction = message.operation == "extract"
-    found = _extracted(run, message, fitting) if is_extraction else [_run(run, message, group, fitting) for group in message.groups]
+    if is_extraction:
+        found = _extracted(run, message, fitting, preparation)
+    else:
+        found = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
     counted = (
         (answer, int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0))
         for group, answered in zip(message.groups, found, strict=True)
         for row, answer in enumerate(answered, group.stop - len(answered))
     )
-    return answers.sealed(message.batch, counted, 1e3 * (ended - started), ended)
+    if preparation is None:
+        return answers.sealed(message.batch, counted, 1e3 * (ended - started), ended)
+    inference_s = ended - started - (preparation.seconds - before_s)
+    done = answers.sealed(message.batch, counted, 1e3 * inference_s, ended, padding=preparation.padding)
+    return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
 
 
 Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with these numbers
 Fitting = Callable[[Call, int], list[Any]]
 
 
-def _extracted(run: Any, message: RunBatch, fitting: Fitting) -> list[Answers]:
+def _extracted(run: Any, message: RunBatch, fitting: Fitting, preparation: Preparation | None) -> list[Answers]:
     """All groups in one call: the model puts together what has equal options."""
-    options = [
-        ExtractOptions(group.options.labels, group.options.threshold, group.options.parameters)
-        for group in message.groups
-        for _ in range(group.start, group.stop)
-    ]
-    texts = message.texts
-    found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some]), len(texts))
+    options, texts = extract_options(message), message.texts
+    own = () if preparation is None else (preparation,)
+    found = fitting(lambda some: run(tuple(texts[number] for number in some), [options[number] for number in some], *own), len(texts))
     made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
     return [made[group.start : group.stop] for group in message.groups]
 

@@ -118,7 +118,12 @@ class Server:
             except OSError as error:
                 broken.append(error)
 
-        job = Job(request, answer)
+        run = None
+        if is_raw := bool(request.texts) and not request.ids:
+            # said before its texts are touched: should they end the process, they are the suspects
+            answer(ipc.BatchStarted(request.batch))
+            run = self._engine.prepare(request)
+        job = Job(request, answer, run, is_started=is_raw)
         self._engine.lanes.submit(job)
         job.finished.wait()
         if broken:

@@ -291,7 +291,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One outcome per input, group by group; slices point into `block`, and those of consecutive inputs are consecutive.
 
     `inference_ms` is the forward pass, `postprocess_ms` the epilogues and the copy to the host, `padding` the positions that were computed
-    beside the tokens.
+    beside the tokens. `preprocess_ms`: tokenising in the adapter, of a family that does it itself.
     """
 
     batch: str
@@ -300,6 +300,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     inference_ms: float
     postprocess_ms: float = 0.0
     padding: int = 0
+    preprocess_ms: float = 0.0
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

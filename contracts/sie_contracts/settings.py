@@ -417,7 +417,7 @@ class Settings:
     otel_traces_sampler_arg: float = _row(1.0, "OTEL_TRACES_SAMPLER_ARG", "all", _number(0, 1), "Sampling rate of traceidratio.")
     otel_propagators: tuple[str, ...] = _row(("tracecontext", "baggage"), "OTEL_PROPAGATORS", "all", _choices("tracecontext", "baggage", "none"), "Whether the W3C trace context of clients is taken up: tracecontext is in it. Baggage is not read.")
     # engine
-    preprocessor_workers: int = _row(4, "SIE_PREPROCESSOR_WORKERS", "sidecar", _whole(1), "Threads that tokenise, shared by all models.")
+    preprocessor_workers: int = _row(4, "SIE_PREPROCESSOR_WORKERS", "sidecar adapter", _whole(1), "Threads that tokenise, shared by all models; in the adapter for families that tokenise themselves.")
     image_workers: int = _row(4, "SIE_IMAGE_WORKERS", "adapter", _whole(1), "Threads that prepare images.", waits_for="image models")
     attention_backend: str = _row("auto", "SIE_ATTENTION_BACKEND", "adapter", _choice("auto", "flash_attention_2", "sdpa", "eager"), "Attention implementation; what the device cannot do falls back to sdpa with a warning.")
     default_compute_precision: str = _row("float16", "SIE_DEFAULT_COMPUTE_PRECISION", "adapter", _choice("float16", "bfloat16", "float32"), "Precision of models that do not set their own. A CPU runs 16-bit models in bfloat16 where it has the instructions, else in float32.")

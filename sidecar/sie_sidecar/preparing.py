@@ -39,6 +39,7 @@ from sie_sidecar.rows import Work, effort_of
 from sie_sidecar.tokens import TokenizerPool
 
 MOST_HAND_BACKS = 5  # deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
+CHARACTERS_PER_TOKEN = 4  # of the gateway's estimate of a cost
 CATCH_UP_S = 2.0  # for a worker's catalogue that is older than a gateway's
 _logger = logging.getLogger("sie.sidecar.preparing")
 
@@ -127,8 +128,9 @@ class Preparing:
                 cut = (options.truncate, options.max_tokens, options.document_tokens)
                 key = (item.model, item.profile, item.config_revision, item.operation, options.lora, *cut)
                 groups[key].append(held)
+            together = CHARACTERS_PER_TOKEN * sum(held.item.cost for group in groups.values() for held in group)
             for group in groups.values():
-                self._work.start(self._prepare(group), "prepare")
+                self._work.start(self._prepare(group, together), "prepare")
             self._desk.refill_soon()
 
     async def _gather(self) -> None:
@@ -175,8 +177,11 @@ class Preparing:
         held.fetched_s = self._clock()
         await self._prepare([held])
 
-    async def _prepare(self, group: list[Held]) -> None:
-        """Bring work items of one model and one truncation to the waiting queue, or answer them with why not."""
+    async def _prepare(self, group: list[Held], together: int = 0) -> None:
+        """Bring work items of one model and one truncation to the waiting queue, or answer them with why not.
+
+        `together`: characters of all that was gathered with them, which bounds what may be tokenised on the event loop.
+        """
         try:
             group = self._desk.still_wanted(group)
             if not group:
@@ -203,11 +208,11 @@ class Preparing:
                 return
             loaded_s = self._clock()
             if is_tokenizers:
-                await self._answer_by_tokenizer(group, hosted, loaded_s)
+                await self._answer_by_tokenizer(group, hosted, loaded_s, together)
                 return
             self.tokenising += 1
             try:
-                await self._tokenise(group, hosted)
+                await self._tokenise(group, hosted, together)
             finally:
                 self.tokenising -= 1
             for held in group:
@@ -289,7 +294,7 @@ class Preparing:
                     return
         raise GatewayTimeout("the budget of the request was over before its model was loaded")
 
-    async def _tokenise(self, group: list[Held], hosted: Hosted) -> None:
+    async def _tokenise(self, group: list[Held], hosted: Hosted, together: int) -> None:
         assert hosted.tokenizer is not None
         assert hosted.ready is not None
         operation = group[0].item.operation
@@ -298,12 +303,12 @@ class Preparing:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
         effort = sum(effort_of(layout, each) for each in work)
-        made = await self._tokenizers.run(effort, functools.partial(rowing.make, hosted.tokenizer, layout, work))
+        made = await self._tokenizers.run(max(effort, together), functools.partial(rowing.make, hosted.tokenizer, layout, work))
         for held, each in zip(group, made, strict=True):
             held.layout, held.rows, held.shared, held.refused = layout.layout, each.rows, each.shared, each.error
             held.unfit = each.unfit
 
-    async def _answer_by_tokenizer(self, group: list[Held], hosted: Hosted, loaded_s: float) -> None:
+    async def _answer_by_tokenizer(self, group: list[Held], hosted: Hosted, loaded_s: float, together: int) -> None:
         """Answer what needs no more than the tokenizer, which stays when the model is unloaded."""
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
@@ -313,7 +318,7 @@ class Preparing:
             held.loaded_s, held.fingerprint = loaded_s, hosted.fingerprint(held.item.profile, held.item.options.lora)
             try:
                 made = functools.partial(tokenise.answer, tokenizer, held.item.operation, work)
-                outcomes = await self._tokenizers.run(tokenise.effort_of(work), made)
+                outcomes = await self._tokenizers.run(max(tokenise.effort_of(work), together), made)
             except SIEError as error:
                 self._desk.answer_all([held], error)
                 return

@@ -23,8 +23,8 @@ from sie_sidecar.longtext import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# Some 200 us of tokenising, the longest that the loop may be held up. A thread would answer later, by 35 us on an idle machine and by
-# 300 us or more on a busy one (bench/tokens.py).
+# Some 200 us of tokenising, the longest that the loop may be held up by all that was gathered together. A thread would answer later, by
+# 35 us on an idle machine and by 300 us or more on a busy one (bench/tokens.py).
 INLINE_CHARACTERS = 1024
 _MOST_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
@@ -206,7 +206,7 @@ class TokenizerPool:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenise")
 
     async def run(self, characters: int, work: Callable[[], T]) -> T:
-        """`work` over texts of so many characters: in a thread, unless that would cost more than the work."""
+        """`work`: in a thread, unless it and all that was gathered with it read so few characters that a thread would cost more."""
         if characters <= INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -212,6 +212,7 @@ EXAMPLES: dict[str, Any] = {
     "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
     "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),
     "ipc2-BatchDone-padded": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12),
+    "ipc2-BatchDone-tokenised": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5, 12, 1.25),
     "ipc2-Done": ipc.Done(),
     "ipc2-Done-lora": ipc.Done("9f86d081"),
     "ipc2-Refused": ipc.Refused(_ERROR, "w1-7"),

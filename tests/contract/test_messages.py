@@ -709,6 +709,10 @@ class PaddedBatchDone(P2BatchDone, tag="BatchDone"):
     padding: int = 0
 
 
+class TokenisedBatchDone(PaddedBatchDone, tag="BatchDone"):
+    preprocess_ms: float = 0.0
+
+
 OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1": V1Work, "result-1": V1Result, "confirm-1": V1Confirmation, "heartbeat-1": V1Heartbeat, "delta-1": V1Delta,
     "export-1": V1Export, "work-1-verbs": VerbsWork, "result-1-verbs": VerbsResult, "heartbeat-1-certificate": CertificateHeartbeat,
@@ -729,6 +733,7 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "ipc2-Release": P2Release, "ipc2-RunBatch": P2RunBatch, "ipc2-ApplyConfig": P2ApplyConfig, "ipc2-Drain": P2Drain,
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
     "result-1-swapped": PaddedResult, "ipc2-BatchDone-padded": PaddedBatchDone,
+    "ipc2-BatchDone-tokenised": TokenisedBatchDone,
     "gateway-1-epoch": EpochGateway, "delta-1-since": SinceDelta, "export-1-written": WrittenExport,
     "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Done-lora": P2LoraDone, "ipc2-Refused": P2Refused,
 }  # fmt: skip
@@ -742,6 +747,7 @@ OLDER_READERS = {
     "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
     "ipc2-Description-device": P2Description, "ipc2-Description-batches": StatusDescription,
     "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,
+    "ipc2-BatchDone-tokenised": PaddedBatchDone,
     "placement-1-parts": QueuePlacement, "heartbeat-1-parts": ClockHeartbeat,
     "heartbeat-1-clock": PoolsHeartbeat, "gateway-1-epoch": StatusGateway, "delta-1-since": V1Delta, "export-1-written": V1Export,
 }  # fmt: skip

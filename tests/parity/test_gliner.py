@@ -91,6 +91,23 @@ def test_entities_equal_those_of_the_package(
         table.record(f"gliner {kind}", path_of(models[kind].attention), models[kind].precision, Scores(difference))
 
 
+@pytest.mark.parametrize("kind", ["span", "token", "bi", "bi-token"])
+def test_what_was_prepared_off_the_lane_gives_the_same(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
+    """With nothing left to tokenise on the lane; texts that were not prepared, and those whose labels fail, as before."""
+    texts = ["queue worker", "queue worker stream", "", "queue worker stream search index engine " * 9, "index"]
+    wanted = [options(kind), options(kind), options(kind), options(kind, ("queue",)), options(kind, ())]
+    preparation = models[kind].prepare(texts, wanted)
+    assert preparation.seconds > 0
+    assert models[kind].extract(texts, wanted, preparation)[:4] == models[kind].extract(texts, wanted)[:4]
+    assert preparation.padding > 0
+    again = models[kind].prepare(texts[:1], wanted[:1])
+    made_s = again.seconds
+    models[kind].extract(texts[:1], wanted[:1], again)
+    assert again.seconds == made_s, "the lane tokenises nothing"
+    models[kind].extract(texts[3:4], wanted[3:4], again)
+    assert again.seconds > made_s
+
+
 @pytest.mark.parametrize("kind", ["token", "bi-token"])
 def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict[str, Any], kind: GlinerKind) -> None:
     """Rows of one pass, whatever lengths go together elsewhere: with a threshold of 0 the package fails for what it finds behind a row."""
@@ -98,7 +115,9 @@ def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict
     with pytest.raises(IndexError):
         oracles[kind].inference(texts, list(LABELS), threshold=0.0)
     with torch.inference_mode():
-        rows = models[kind]._spans([text.split() for text in texts], models[kind]._request(options(kind, threshold=0.0)))
+        words, labels = [text.split() for text in texts], list(LABELS)
+        request = models[kind]._request(options(kind, threshold=0.0), labels)
+        rows = models[kind]._spans(words, models[kind]._collated(words, labels), request)
     alone = [oracles[kind].inference([text], list(LABELS), threshold=0.0)[0] for text in texts]
     for row, text, expected in zip(rows, texts, alone, strict=True):
         assert isinstance(row, list)
@@ -178,7 +197,7 @@ def test_windows_join_without_doubles_or_overlaps(tmp_path: Path, kind: GlinerKi
 
 
 def test_where_two_windows_disagree_the_better_span_stays(models: dict[str, GlinerModel]) -> None:
-    request = models["span"]._request(options("span"))
+    request = models["span"]._request(options("span"), list(LABELS))
     windows = [(family._Window(0, 0, 20), [(0, 0, "a", 0.9), (14, 17, "a", 0.6), (18, 19, "a", 0.8)])]
     windows.append((family._Window(0, 12, 32), [(12, 13, "b", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]))
     assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]

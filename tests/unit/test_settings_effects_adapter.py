@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -24,11 +27,13 @@ from unit.adapter import toys
 from sie_adapter.device import AttentionFacts, Memory, resolve_attention
 from sie_adapter.engine import Engine
 from sie_adapter.instrumentation import MOST_BATCHES, Instrumentation
-from sie_adapter.lanes import Job
+from sie_adapter.lanes import Job, Lanes
 from sie_adapter.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.residency import Residency
+from sie_adapter.server import Server
 from sie_adapter.weights import Progress
 from sie_adapter.weights.cluster import ClusterCache
+from sie_contracts import ipc
 from sie_contracts.catalogue import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.ipc import BatchDone, Group, RanBatch, Refused, Reply, RunBatch, frame
@@ -318,3 +323,68 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
     _, gone = residency.ensure("toy/c", toy_entry("toy/c"), "default", idle)
     assert gone == evicted
     assert [loaded.model for loaded in residency.describe()] == [model for model in (*idle, "toy/c") if model not in evicted]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers(workers: int) -> None:
+    """SIE_PREPROCESSOR_WORKERS: of families that tokenise themselves, whatever the number of connections."""
+    inside, peak, lock, opened = 0, 0, threading.Lock(), threading.Barrier(workers)
+
+    class Family:
+        def prepare(self, texts: tuple[str, ...], options: list[Any]) -> Any:
+            nonlocal inside, peak
+            with lock:
+                inside += 1
+                peak = max(peak, inside)
+            opened.wait(30)
+            with lock:
+                inside -= 1
+
+    with engine_of(SIE_PREPROCESSOR_WORKERS=str(workers)) as engine:
+        message = RunBatch("b", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
+        with mock.patch.object(engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))):
+            threads = [threading.Thread(target=engine.prepare, args=(message,)) for _ in range(3 * workers)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+    assert peak == workers
+
+
+def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
+    """1. a batch holds the only lane; 2. another one comes on another connection: it is prepared, though no lane is free."""
+    held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
+
+    def execute(message: RunBatch) -> Reply:
+        assert held.wait(30)
+        return done
+
+    class Busy:
+        lanes = Lanes(1, execute)
+        residency = mock.Mock()
+
+        def prepare(self, message: RunBatch) -> None:
+            if message.batch == "second":
+                prepared.set()
+
+    server = Server(mock.Mock(), Busy(), lambda: None)  # type: ignore[arg-type]  # what it needs of an engine
+    pairs = [socket.socketpair() for _ in range(2)]
+    message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
+    threads = [
+        threading.Thread(target=server._run_batch, args=(theirs, msgspec.structs.replace(message, batch=name)))
+        for (_, theirs), name in zip(pairs, ("first", "second"), strict=True)
+    ]
+    threads[0].start()
+    while not Busy.lanes.busy_s():
+        time.sleep(0.001)
+    threads[1].start()
+    assert prepared.wait(30)
+    assert not held.is_set()
+    held.set()
+    for thread, (ours, theirs), name in zip(threads, pairs, ("first", "second"), strict=True):
+        thread.join(30)
+        replies = [ipc.reply(bytes(ipc.receive_frame(ours))) for _ in range(2)]
+        assert replies == [ipc.BatchStarted(name), done], "the start is told once"
+        ours.close()
+        theirs.close()
+    assert Busy.lanes.stop(5)

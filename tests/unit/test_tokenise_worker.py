@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
 from sie_contracts.options import counting, decoding, tokenizing
+from sie_sidecar import rows
 from sie_sidecar.hosting import Hosting
 from sie_sidecar.tokens import ModelTokenizer
 
@@ -142,3 +145,26 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
     assert reasons(await cluster.result(nothing)) == ["INVALID_INPUT bad_token_id", "INVALID_INPUT unsupported_modality"]
     assert len(adapter.batches) == 2
     await cluster.left(0)
+
+
+@pytest.mark.parametrize(("count", "on_loop"), [(1, True), (24, False)])
+async def test_what_is_gathered_together_leaves_the_loop_though_each_of_it_is_short(
+    cluster: Direct, monkeypatch: pytest.MonkeyPatch, count: int, on_loop: bool
+) -> None:
+    """Work that differs in its options is tokenised group by group: 24 texts of 200 characters are 24 groups, each short by itself."""
+    threads: list[str] = []
+    make = rows.make
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return make(*args)
+
+    monkeypatch.setattr(rows, "make", noted)
+    adapter = await cluster.adapter()
+    published = [await cluster.publish("short text " * 18, options=RunOptions(max_tokens=100 + number)) for number in range(count)]
+    await cluster.sidecar(adapter)
+    for each in published:
+        assert [type(outcome) for outcome in (await cluster.result(each)).outcomes] == [Ok]
+    assert len(threads) == count
+    # the first delivery may come by itself, and is then short enough
+    assert threads.count(threading.main_thread().name) == 1 if on_loop else threads.count(threading.main_thread().name) < count / 2

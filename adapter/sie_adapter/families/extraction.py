@@ -1,14 +1,16 @@
 """What the extraction families share.
 
-texts, one ExtractOptions each ──► run_alike: those with equal options together ──► run ──► a result or a typed error for each text
+texts, one ExtractOptions each ──► those with equal options together ──► make: words, ids, padded passes ──► run: the device ──► results
+                                                       └─ off the device lane, in a Preparation ─┘
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -41,20 +43,77 @@ class ExtractOptions:
         return msgspec.json.encode((self.labels, self.threshold, self.parameters), order="deterministic")
 
 
+class Made(Protocol):
+    """What a family makes of texts with equal options before the device reads them. `padding`: positions beside their tokens."""
+
+    @property
+    def padding(self) -> int: ...
+
+
+M = TypeVar("M", bound=Made)
+Make = Callable[[Sequence[str], ExtractOptions], M]
+Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
+
+
+class Preparation:
+    """What was made of the texts of one batch. `seconds` is what making took, `padding` that of what has run."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.padding = 0
+        self._made: dict[tuple[bytes, tuple[str, ...]], Any] = {}
+
+    def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
+        """Make what can be made now. What fails is left to `run_alike`, which meets the failure again and tells it of the right text."""
+        for option, chosen in _alike(options):
+            some = [texts[index] for index in chosen]
+            try:
+                self._made[option.same(), tuple(some)] = self._timed(some, option, make)
+            except SIEError:
+                continue
+            except Exception as error:  # noqa: BLE001  model code may raise anything, and the lane isolates the text
+                _logger.debug("preparing failed with %s", type(error).__name__)
+
+    def of(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
+        """What was made of these texts, made now if it was not."""
+        made: M | None = self._made.pop((option.same(), tuple(texts)), None)
+        if made is None:
+            made = self._timed(texts, option, make)
+        self.padding += made.padding
+        return made
+
+    def _timed(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
+        began_s = time.perf_counter()
+        try:
+            return make(texts, option)
+        finally:
+            self.seconds += time.perf_counter() - began_s
+
+
 def run_alike(
-    texts: Sequence[str], options: Sequence[ExtractOptions], run: Callable[[Sequence[str], ExtractOptions], list[Result]]
+    texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[M], run: Run[M], preparation: Preparation | None = None
 ) -> list[Result]:
     """Call `run` once for each set of equal options, and once for each text of a set that fails as a whole. Results in text order.
 
     Raises only what concerns the whole device: out of memory, or a device that is lost.
     """
+    prepared = preparation or Preparation()
+
+    def made_and_run(some: Sequence[str], option: ExtractOptions) -> list[Result]:
+        return run(some, option, prepared.of(some, option, make))
+
+    results: dict[int, Result] = {}
+    for option, chosen in _alike(options):
+        results.update(zip(chosen, _attempt([texts[index] for index in chosen], option, made_and_run), strict=True))
+    return [results[index] for index in range(len(texts))]
+
+
+def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
+    """Each different one of the options, with the places where it stands."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)
-    results: dict[int, Result] = {}
-    for chosen in alike.values():
-        results.update(zip(chosen, _attempt([texts[index] for index in chosen], options[chosen[0]], run), strict=True))
-    return [results[index] for index in range(len(texts))]
+    return [(options[chosen[0]], chosen) for chosen in alike.values()]
 
 
 def _attempt(texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequence[str], ExtractOptions], list[Result]]) -> list[Result]:
@@ -69,6 +128,11 @@ def _attempt(texts: Sequence[str], option: ExtractOptions, run: Callable[[Sequen
             return [_attempt([text], option, run)[0] for text in texts]
         _logger.exception("extraction from one text failed")
         return [InferenceFailed(f"the model code failed with {type(error).__name__}")]
+
+
+def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
+    """Positions beside the tokens in passes over sequences of these lengths, each padded to its longest."""
+    return sum(len(each) * max(lengths[index] for index in each) - sum(lengths[index] for index in each) for each in chosen)
 
 
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +23,12 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
+    Preparation,
     Result,
     bound_length,
     bytes_of,
     labels_refused,
+    padding_of,
     passes,
     refuse_misfits,
     run_alike,
@@ -40,6 +43,15 @@ _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # of a long text, at first
 _LEAST_ROOM = 8  # labels leave at least this part of the model's tokens to the text
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Texts as the device reads them. `results` are those that need no pass; `passes` the places of the others with their padded ids."""
+
+    results: list[Result]
+    passes: list[tuple[list[int], Any]]
+    padding: int
 
 
 class GliclassModel:
@@ -70,16 +82,24 @@ class GliclassModel:
         self.attention = f"{encoder.config._attn_implementation} padded"
         self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
 
-    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:
+    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
+        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads at once."""
+        preparation = Preparation()
+        preparation.make(texts, options, self._make)
+        return preparation
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
+    ) -> list[Result]:
         """`{"classifications": [{label, score}]}` for each text: all labels whose score reaches the threshold (0), best first.
 
         A text of white space has none. An error instead if the labels cannot be used or the text holds a token that the prompt is made
         of (InvalidInput), or if the scores are not finite.
         """
         with torch.inference_mode():
-            return run_alike(texts, options, self._extract)
+            return run_alike(texts, options, self._make, self._extract, preparation)
 
-    def _extract(self, texts: Sequence[str], options: ExtractOptions) -> list[Result]:
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(options.labels)
         prompt = self._prompt_tokens(labels)
         results: list[Result] = [{"classifications": []} for _ in texts]
@@ -90,10 +110,16 @@ class GliclassModel:
             elif text.strip():
                 asked.append(index)
         rows = self._encoded([texts[index] for index in asked], labels, prompt)
-        budget = _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)
-        for chosen in passes([len(row) for row in rows], budget):
-            for index, scores in zip(chosen, self._logits([rows[index] for index in chosen], labels), strict=True):
-                results[asked[index]] = _classified(scores, labels, options)
+        lengths = [len(row) for row in rows]
+        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        padded = [([asked[index] for index in each], self._padded([rows[index] for index in each])) for each in chosen]
+        return _Made(results, padded, padding_of(lengths, chosen))
+
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
+        labels, results = list(options.labels), list(made.results)
+        for places, batch in made.passes:
+            for index, scores in zip(places, self._logits(batch, labels), strict=True):
+                results[index] = _classified(scores, labels, options)
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
@@ -141,10 +167,13 @@ class GliclassModel:
             length *= 4
         return text
 
-    def _logits(self, rows: list[list[int]], labels: list[str]) -> Tensor:
-        """[rows, labels] in float32 on the host."""
+    def _padded(self, rows: list[list[int]]) -> Any:
         with self._tokenizing:
-            batch = self._tokenizer.pad({"input_ids": rows}, padding="longest", return_tensors="pt").to(self._device)
+            return self._tokenizer.pad({"input_ids": rows}, padding="longest", return_tensors="pt")
+
+    def _logits(self, padded: Any, labels: list[str]) -> Tensor:
+        """[rows, labels] in float32 on the host."""
+        batch = padded.to(self._device)
         classes = self._pipeline._resolve_max_num_classes(labels, True)
         output = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_num_classes=classes)
         logits: Tensor = output.logits[:, : len(labels)].float().cpu()

@@ -25,10 +25,12 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
+    Preparation,
     Result,
     bound_length,
     bytes_of,
     labels_refused,
+    padding_of,
     passes,
     run_alike,
 )
@@ -75,9 +77,18 @@ class _Window:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Made:
+    """Texts as the device reads them. `passes`: the windows of each, with what the package's collator makes of them, on the host."""
+
     labels: list[str]
-    prompt_tokens: int  # special tokens included
+    words: list[_Words]
+    windows: list[_Window]
+    passes: list[tuple[list[_Window], Any]]
+    padding: int
+
+
+@dataclass(frozen=True)
+class _Request:
     threshold: float
     flat: bool
     multi_label: bool
@@ -123,39 +134,56 @@ class GlinerModel:
                 raise load_failed("CERTIFICATE", f"{entry.id}, of its labels: {cause}")
             self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._tokenizing, self._device)
 
-    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> list[Result]:
+    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
+        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads at once."""
+        preparation = Preparation()
+        preparation.make(texts, options, self._make)
+        return preparation
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
+    ) -> list[Result]:
         """`{"entities": [{text, label, score, start, end}]}` by start for each text; offsets are code points of it, `end` exclusive.
 
         A text without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores are not finite.
         """
         with torch.inference_mode():
-            return run_alike(texts, options, self._extract)
+            return run_alike(texts, options, self._make, self._extract, preparation)
 
-    def _extract(self, texts: Sequence[str], options: ExtractOptions) -> list[Result]:
-        request = self._request(options)
-        words = [self._words(text) for text in texts]
-        room = self.max_tokens - request.prompt_tokens
-        windows = [_Window(index, *bounds) for index, found in enumerate(words) for bounds in self._windows(found.sizes, room)]
-        lengths = [request.prompt_tokens + sum(words[window.text].sizes[window.start : window.stop]) for window in windows]
-        spans: dict[_Window, list[Span] | SIEError] = {}
-        for chosen in passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)):
-            batch = [windows[index] for index in chosen]
-            spans.update(zip(batch, self._spans([words[at.text].strings[at.start : at.stop] for at in batch], request), strict=True))
-        return [
-            self._entities(text, found, [(at, spans[at]) for at in windows if at.text == index], request)
-            for index, (text, found) in enumerate(zip(texts, words, strict=True))
-        ]
-
-    def _request(self, options: ExtractOptions) -> _Request:
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(dict.fromkeys(options.labels))
         if not labels:
             raise labels_refused("expected at least one")
-        given = options.parameters
         prompt_tokens = self._prompt_tokens(labels)
+        words = [self._words(text) for text in texts]
+        room = self.max_tokens - prompt_tokens
+        windows = [_Window(index, *bounds) for index, found in enumerate(words) for bounds in self._windows(found.sizes, room)]
+        lengths = [prompt_tokens + sum(words[window.text].sizes[window.start : window.stop]) for window in windows]
+        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        read = [[windows[index] for index in each] for each in chosen]
+        collated = [(batch, self._collated([words[at.text].strings[at.start : at.stop] for at in batch], labels)) for batch in read]
+        return _Made(labels, words, windows, collated, padding_of(lengths, chosen))
+
+    def _collated(self, words: list[list[str]], labels: list[str]) -> Any:
+        with self._tokenizing:
+            return self._collate([{"tokenized_text": row, "ner": None} for row in words], entity_types=labels)
+
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
+        request = self._request(options, made.labels)
+        spans: dict[_Window, list[Span] | SIEError] = {}
+        for batch, collated in made.passes:
+            words = [made.words[at.text].strings[at.start : at.stop] for at in batch]
+            spans.update(zip(batch, self._spans(words, collated, request), strict=True))
+        return [
+            self._entities(text, found, [(at, spans[at]) for at in made.windows if at.text == index], request)
+            for index, (text, found) in enumerate(zip(texts, made.words, strict=True))
+        ]
+
+    def _request(self, options: ExtractOptions, labels: list[str]) -> _Request:
+        given = options.parameters
         vectors = self._label_vectors and self._label_vectors.of(labels, keep=given.get("precompute_labels", True))
         return _Request(
-            labels, prompt_tokens, label_vectors=vectors,
-            threshold=given.get("threshold", 0.5) if options.threshold is None else options.threshold,
+            label_vectors=vectors, threshold=given.get("threshold", 0.5) if options.threshold is None else options.threshold,
             flat=given.get("flat_ner", True), multi_label=given.get("multi_label", False),
             merge=given.get("merge_adjacent_entities", False),
         )  # fmt: skip
@@ -198,10 +226,8 @@ class GlinerModel:
             tokens = sum(sizes[stop - shared : stop])
             start = stop - shared
 
-    def _spans(self, words: list[list[str]], request: _Request) -> list[list[Span] | SIEError]:
-        """One pass. Positions in the result are of the given words."""
-        with self._tokenizing:
-            batch = self._collate([{"tokenized_text": row, "ner": None} for row in words], entity_types=request.labels)
+    def _spans(self, words: list[list[str]], batch: Any, request: _Request) -> list[list[Span] | SIEError]:
+        """One pass over what the collator made of the words. Positions in the result are of the given words."""
         inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import torch
 from unit.adapter.test_batch import arrays, reasons, tokens
 
-from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.raw import run_raw
+from sie_adapter.families.extraction import ExtractOptions, Preparation, run_alike
+from sie_adapter.raw import extract_options, run_raw
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Ok, RunOptions
@@ -190,3 +191,59 @@ def test_texts_that_do_not_fit_together_are_halved_and_one_that_fits_nowhere_is_
     kept = [outcome for outcome in done.outcomes if isinstance(outcome, Ok)]
     vectors = [np.frombuffer(done.block, "<f4", 3, outcome.outputs["dense"].offset).tolist() for outcome in kept]
     assert vectors == [[float(text.count(letter)) for letter in "abc"] for text in ("a", "b", "ab", "c", "bc", "abc")]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Letters of each text, padded to the longest."""
+
+    counts: list[int]
+    padding: int
+
+
+class Tokenising:
+    """A family that tokenises itself, and tells on which threads."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
+        preparation = Preparation()
+        preparation.make(texts, options, self._make)
+        return preparation
+
+    def _make(self, texts: Sequence[str], option: ExtractOptions) -> Counted:
+        self.threads.append(threading.current_thread().name)
+        if "bad" in texts:
+            raise ValueError("bad")
+        counts = [len(text) for text in texts]
+        return Counted(counts, len(counts) * max(counts) - sum(counts))
+
+    def extract(self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None) -> list[Any]:
+        def run(some: Sequence[str], option: ExtractOptions, made: Counted) -> list[Any]:
+            return [{"entities": [{"text": text, "size": size}]} for text, size in zip(some, made.counts, strict=True)]
+
+        return run_alike(texts, options, self._make, run, preparation)
+
+
+def test_a_family_that_tokenises_itself_tells_how_long_and_with_what_padding() -> None:
+    """On the lane or before it: the time is that of `preprocess_ms` and not of the forward pass."""
+    family, texts = Tokenising(), ("a", "abc", "ab")
+    groups = (Group(0, 2), Group(2, 3, RunOptions(labels=("x",))))
+    message = RunBatch("b", "m", "extract", np.array([1, 3, 2], "<i4").tobytes(), b"", groups, texts=texts)
+    on_lane = run_raw(family, message)
+    assert (on_lane.padding, len(family.threads)) == (2, 2)
+    assert on_lane.preprocess_ms > 0
+    preparation = family.prepare(texts, extract_options(message))
+    before = len(family.threads)
+    prepared = run_raw(family, message, preparation=preparation)
+    assert len(family.threads) == before, "nothing is left to tokenise"
+    assert prepared.outcomes == on_lane.outcomes
+    assert (prepared.padding, prepared.preprocess_ms) == (2, 1e3 * preparation.seconds)
+
+
+def test_what_cannot_be_prepared_fails_for_its_text_alone() -> None:
+    family, texts = Tokenising(), ("a", "bad", "ab")
+    message = RunBatch("b", "m", "extract", np.array([1, 3, 2], "<i4").tobytes(), b"", (Group(0, 3),), texts=texts)
+    done = run_raw(family, message, preparation=family.prepare(texts, extract_options(message)))
+    assert [isinstance(outcome, Ok) for outcome in done.outcomes] == [True, False, True]
