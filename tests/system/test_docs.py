@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(400),  # each step has its own bound
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks transformers for it
 ]
-ELSEWHERE = ("quickstart.md", "coming-from.md", "tuning.md", "sdk.md")  # the last one by test_readme.py
+ELSEWHERE = ("quickstart.md", "coming-from.md", "bundles.md", "tuning.md", "sdk.md")  # the last one by test_readme.py
 # those that want a server of their own come last
 OTHERS = sorted(
     (page for page in DOCS.glob("*.md") if pages.runs(page) and page.name not in ELSEWHERE),
@@ -40,11 +40,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_the_quickstart_and_what_others_change_for_it(tmp_path: Path) -> None:
-    """One cluster, which the quickstart starts; the page for who comes from another server is read beside it."""
+    """One cluster, which the quickstart starts; the page for who comes from another server is read beside it. Then one of a bundle, with
+    the same folder of models."""
     with Reader(tmp_path) as reader:
         reader.read(DOCS / "quickstart.md")
         reader.read(DOCS / "coming-from.md")
-    assert reader.ran == 10
+        assert reader.ran == 10
+        reader.read(DOCS / "bundles.md")
+        assert reader.ran == 13
 
 
 @pytest.mark.long

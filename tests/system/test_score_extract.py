@@ -299,6 +299,37 @@ def test_a_cross_encoder_scores_like_the_library_in_order_of_score(client: httpx
     assert reply["usage"]["truncated_items"] == []
 
 
+def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client) -> None:
+    """The table of docs/coming-from.md, line by line."""
+    packed = msgspec.msgpack.encode({"items": ["a"]})
+    for content, accept, expected in ((None, "*/*", "json"), (None, "application/msgpack", "msgpack"), (packed, "*/*", "msgpack")):
+        sent = {"content": content, "headers": {"accept": accept, "content-type": "application/msgpack"}} if content else {
+            "json": {"items": ["a"]}, "headers": {"accept": accept}
+        }  # fmt: skip
+        assert client.post("/v1/encode/test/dense", **sent).headers["content-type"] == f"application/{expected}"
+    wrong = client.post("/v1/encode/test/nothing", json={"items": ["a"]}, headers={"accept": "application/msgpack"})
+    assert wrong.headers["content-type"] == "application/json"
+    both, plain = ask(client, "encode", "dense", {"items": [{"text": "a", "images": ["aGVsbG8="]}, "a"]})["items"]
+    assert ("dense" in both, both["error"]["reason"], "dense" in plain) == (False, "unsupported_modality", True)
+    schema = {"type": "object"}
+    for model, labels in (("gliner", ["a"]), ("zero-shot", ["a"]), ("tags", None)):
+        params = {"output_schema": schema, **({"labels": labels} if labels else {})}
+        assert refusal(client, "extract", model, {"items": ["a"], "params": params})[::2] == (400, "output_schema_unsupported")
+    assert refusal(client, "extract", "gliner", {"items": ["a"]})[::2] == (400, "labels_required")
+    for items in ([], None):
+        assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")
+    nothing, empty = ask(client, "encode", "dense", {"items": [{"id": "x"}, ""]})["items"]
+    assert (nothing["error"]["reason"], len(empty["dense"]["values"]) > 0) == ("empty_item", True)
+    assert ask(client, "score", "cross", {"query": "a", "items": [""]})["scores"][0]["score"] is not None
+    assert client.post("/tei/test/dense/embed", json={"inputs": ""}).json() == [empty["dense"]["values"]]
+    refused = client.post("/v1/embeddings", json={"model": "test/dense", "input": ""})
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "empty_item")
+    unknown = {"items": ["a"], "params": {"options": {"output_dtyp": "int8"}}}
+    assert "output_dtype" in ask(client, "encode", "dense", unknown)["warnings"][0]
+    strict = client.post("/v1/encode/test/dense", json=unknown, headers={"X-SIE-Strict": "true"})
+    assert (strict.status_code, strict.json()["error"]["reason"]) == (400, "unknown_option")
+
+
 def test_ids_and_metadata_come_back_and_failures_stand_last(client: httpx.Client) -> None:
     body = {
         "query": {"id": "q7", "text": PAIRED},

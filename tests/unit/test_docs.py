@@ -25,6 +25,7 @@ SECTIONS = ("**Means**", "**See**", "**Do**")
 BLOCKS = {
     "README.md": {"install": 1, "": 3},
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
+    "bundles.md": {"server": 1, "": 2},
     "coming-from.md": {"": 3},
     "custom-adapters.md": {"file": 1, "install": 1},
     "doctor.md": {"": 2, "machine": 1},
