@@ -125,10 +125,14 @@ def _places(value: Any) -> Iterator[tuple[Any, ...]]:
 
 def _with(path: str, body: Any, place: tuple[Any, ...]) -> Iterator[Case]:
     for odd in ONLY_MSGPACK:
-        yield Case(path, {"content-type": "application/msgpack"}, msgspec.msgpack.encode(_put(body, place, odd)))
+        yield packed(path, _put(body, place, odd))
     text = json.dumps(_put(body, place, _NO_TEXT), default=_shown, skipkeys=True).encode()
     for raw in NO_TEXT:
         yield Case(path, {"content-type": "application/json"}, text.replace(json.dumps(_NO_TEXT).encode(), raw))
+
+
+def packed(path: str, body: Any) -> Case:
+    return Case(path, {"content-type": "application/msgpack"}, msgspec.msgpack.encode(body))
 
 
 def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:

@@ -133,10 +133,9 @@ def create_app(service: ConfigService) -> App:
             await send(message)
 
         try:
-            if path.startswith("/v1/"):
-                scope["sie.author"] = service.gate.check(scope["method"], path, headers.get("authorization", ""))
-                if ".." in path.split("/"):
-                    raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
+            scope["sie.author"] = service.gate.check(scope["method"], path, headers.get("authorization", ""))
+            if ".." in path.split("/"):
+                raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
             await app({**scope, "path": path.removesuffix("/")}, receive, tagged)  # one final slash says nothing
         except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
             if not status:

@@ -283,7 +283,7 @@ class Edge:
             self._admit(call, scope.get("method", "GET"), path)
             if is_socket:
                 watched = self._gateway.gate.watched(path, headers.get("authorization", ""), tagged)
-                await self._gateway.status.show(path, scope["query_string"].decode("latin-1"), scope, receive, watched)
+                await self._gateway.status.show(path, scope["query_string"].decode("latin-1"), call.key, scope, receive, watched)
             elif route is not None:
                 await self._infer(call, route, scope["method"], receive, tagged)
             elif path == "/metrics":

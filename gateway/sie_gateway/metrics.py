@@ -93,7 +93,7 @@ class Live(Collector):
         yield gauge("sie_gateway_config_behind", gateway.feed.is_behind)
         yield counter("sie_gateway_config_deltas", gateway.feed.deltas)
         yield counter("sie_gateway_dlq_events", status.dead_letters)
-        yield gauge("sie_gateway_websockets", status.looking)
+        yield gauge("sie_gateway_websockets", status.seats.taken)
         inference, admission = gateway.inference, gateway.admission
         yield gauge("sie_gateway_requests_in_progress", inference.in_progress)
         yield gauge("sie_gateway_unfinished_result_bytes", inference.unfinished_bytes)

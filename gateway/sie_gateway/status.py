@@ -22,12 +22,12 @@ import msgspec
 import sie_contracts
 from sie_contracts import topology
 from sie_contracts.broker import Broker, BrokerError
-from sie_contracts.errors import NotFound, NotReady, ResourceExhausted
+from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.messages import Heartbeat
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.http import Receive, Scope, Send
 from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.websocket import Frames
+from sie_contracts.runtime.websocket import Frames, Seats
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES, Fleet
@@ -39,7 +39,7 @@ from sie_gateway.workers import Workers, WorkerSocket, WorkerStatus
 CLUSTER_EVERY_S = 1.0
 WORKER_EVERY_S = 0.1  # a worker makes five frames a second, at times of its own
 FIRST_FRAME_S = 2.0
-MOST_SOCKETS = 128
+MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
 CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
 CONSOLE = Path(__file__).parent / "console" / "index.html"
@@ -156,7 +156,7 @@ class Status:
         self._nats_monitor_url = nats_monitor_url
         self.sockets = Workers(settings)
         self.dead_letters = 0
-        self.looking = 0  # websockets that are open
+        self.seats = Seats(MAX_SOCKETS, "gateway")
         self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
         self._worker_frames: dict[WorkerSocket, Frames] = {}
 
@@ -217,20 +217,18 @@ class Status:
             "workers": [seen.info for seen in workers], "models": models, "queues": queues, "model_queues": model_queues,
         }).decode()  # fmt: skip
 
-    async def show(self, path: str, query: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket to its end. Raises NotFound, NotReady, ResourceExhausted before it is accepted."""
+    async def show(self, path: str, query: str, key: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a websocket to its end; `key` names the credential it was let in with.
+
+        Raises NotFound, NotReady, ResourceExhausted before it is accepted.
+        """
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
-        if self.looking >= MOST_SOCKETS:
-            raise ResourceExhausted(f"{MOST_SOCKETS} websockets are open, the limit of this gateway")
-        self.looking += 1
-        try:
+        with self.seats.seat(scope, key):
             if path == CLUSTER_PATH:
                 await self._cluster_frames.show(scope, receive, send)
             else:
                 await self._show_worker(query, scope, receive, send)
-        finally:
-            self.looking -= 1
 
     async def _show_worker(self, query: str, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.sockets.watched(self._asked_for(query)) as socket:

@@ -17,10 +17,10 @@ import msgspec
 
 import sie_contracts
 from sie_contracts.catalogue import ModelEntry, RunDefaults, listed_outputs, widths
-from sie_contracts.errors import NotFound, ResourceExhausted, SIEError, Unauthenticated
+from sie_contracts.errors import NotFound, SIEError, Unauthenticated
 from sie_contracts.runtime.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
 from sie_contracts.runtime.http import probes
-from sie_contracts.runtime.websocket import Frames
+from sie_contracts.runtime.websocket import Frames, Seats
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_sidecar.batch import Limits
@@ -31,7 +31,7 @@ from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2
 DEVICE_EVERY_S = 1.0  # the adapter is asked, and the metrics are summed up
-MOST_SOCKETS = 32
+MAX_SOCKETS = 32
 PATH = "/ws/status"
 
 
@@ -52,6 +52,7 @@ class Status:
         self._configs: dict[str, tuple[ModelEntry, RunDefaults, dict[str, Any]]] = {}
         self._summed: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self.frames = Frames(self._frame, EVERY_S)
+        self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:
         """Until cancelled: while somebody looks, keep up to date what costs too much for every frame."""
@@ -65,23 +66,21 @@ class Status:
         """Answer an upgrade: serve the websocket to its end, or refuse it."""
         try:
             self._admit(scope)
-        except SIEError as error:
+            with self._seats.seat(scope):
+                if not self.frames.looking:
+                    self._summed = of_models(self._metrics.registry)
+                await self.frames.show(scope, receive, send)
+        except SIEError as error:  # before it was accepted, all of them
             await refuse_upgrade(send, error)
-            return
-        if not self.frames.looking:
-            self._summed = of_models(self._metrics.registry)
-        await self.frames.show(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Raises NotFound, ResourceExhausted, Unauthenticated."""
+        """Raises NotFound, Unauthenticated."""
         wanted, given = self._settings.config_read_token, headers_of(scope).get("authorization", "")
         given = given[7:] if given[:7].lower() == "bearer " else given
         if wanted is not None and not wanted.matches(given.strip()):
             raise Unauthenticated("the config read token is needed" if not given else "this token is not the config read token")
         if scope["path"] != PATH:
             raise NotFound("no such path")
-        if self.frames.looking >= MOST_SOCKETS:
-            raise ResourceExhausted(f"{MOST_SOCKETS} websockets are open, the limit of this worker")
 
     def _frame(self) -> str:
         worker, health = self._health.worker, self._health

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from fake_adapter import toy_entry
@@ -11,6 +12,7 @@ from inprocess import settings_of
 from overlays import wanted_models
 
 from sie_config import access
+from sie_config.app import ConfigService, create_app
 from sie_contracts.catalogue import ModelEntry, packaged_folder
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.runtime.feed import read_folder
@@ -82,3 +84,16 @@ def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_e
     gate = Gate(settings_of(**tokens))
     with pytest.raises(Unauthenticated):
         gate.check("POST", "/v1/configs/models", "Bearer reader")
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/docs/", "/docs/oauth2-redirect", "/v1/configs/models"])
+async def test_the_pages_that_describe_the_service_need_what_its_other_pages_need(path: str) -> None:
+    """The scope read: the read token, or the admin token."""
+    service = ConfigService(settings_of(SIE_CONFIG_READ_TOKEN="reader", SIE_ADMIN_TOKEN="root"))
+    transport = httpx.ASGITransport(create_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://config") as client:
+        for token, wanted in (("", 401), ("wrong", 401), ("reader", 503 if path.startswith("/v1/") else 200)):
+            answer = await client.get(path, headers={"authorization": f"Bearer {token}"} if token else {})
+            assert answer.status_code == wanted, (token, answer.text)
+        assert (await client.post(path, headers={"authorization": "Bearer reader"})).status_code in (401, 403, 405)
+        assert (await client.get("/healthz")).status_code == 200, "probes stay open"

@@ -22,12 +22,12 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import sie_contracts
 from sie_contracts import messages, topology
-from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.errors import ModelLoadFailed, ResourceExhausted
 from sie_contracts.ipc import RanBatch
 from sie_contracts.messages import GatewayBeat, Heartbeat, ModelStatus
 from sie_contracts.runtime.http import HttpServer, Receive, Scope, Send
 from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.websocket import Frames, WebSocketProtocol
+from sie_contracts.runtime.websocket import Frames, Seats, WebSocketProtocol
 from sie_contracts.settings import SettingError
 from sie_gateway import status as statuses
 from sie_gateway import workers
@@ -293,7 +293,7 @@ async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_
 
 
 async def test_there_are_so_many_websockets_and_not_one_more(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statuses, "MOST_SOCKETS", 2)
+    monkeypatch.setattr(statuses, "MAX_SOCKETS", 8)
     gateway = await cluster.gateway()
     async with looking(gateway, "/ws/cluster-status") as first, looking(gateway, "/ws/cluster-status") as second:
         await frame(first)
@@ -301,9 +301,37 @@ async def test_there_are_so_many_websockets_and_not_one_more(cluster: InProcess,
         assert await gateway.metric("sie_gateway_websockets") == 2
         status, body, _ = await refusal(gateway, "/ws/cluster-status")
         assert (status, body["code"]) == (503, "RESOURCE_EXHAUSTED")
+        assert "of this client" in body["message"], "others have the rest"
     assert await gateway.metric("sie_gateway_websockets") == 0
     async with looking(gateway, "/ws/cluster-status") as again:
         await frame(again)
+
+
+def seated(held: contextlib.ExitStack, seats: Seats, address: str, key: str = "") -> bool:
+    """Whether a websocket of this client finds room. It stays."""
+    try:
+        held.enter_context(seats.seat({"client": (address, 1234)}, key))
+    except ResourceExhausted:
+        return False
+    return True
+
+
+def test_one_client_cannot_take_all_websockets() -> None:
+    """By its address, by its key from many addresses; others have room until all is taken, and who leaves makes room."""
+    seats = Seats(16, "gateway")
+    with contextlib.ExitStack() as held:
+        assert [seated(held, seats, "10.0.0.1", f"k{number}") for number in range(6)] == [True] * 4 + [False] * 2
+        assert [seated(held, seats, f"10.0.1.{number}", "key") for number in range(6)] == [True] * 4 + [False] * 2
+        assert [seated(held, seats, f"2001:db8::{number:x}") for number in range(6)] == [True] * 4 + [False] * 2, "one /64 is one host"
+        assert [seated(held, seats, f"127.0.0.{number}") for number in range(1, 4)] == [True] * 3
+        assert seated(held, seats, "10.0.2.1")
+        assert not seated(held, seats, "10.0.3.1"), "16 are there"
+        assert seats.taken == 16
+    assert seats.taken == 0
+    with contextlib.ExitStack() as held:
+        assert all(seated(held, seats, "::ffff:10.0.0.1", "key") for _ in range(4))
+        assert not seated(held, seats, "10.0.0.1", "other")
+        assert not seated(held, seats, "10.9.9.9", "key")
 
 
 async def test_a_gateway_that_ends_closes_its_websockets_with_1001(cluster: InProcess) -> None:

@@ -10,12 +10,16 @@ are never made, and a peer that leaves no room for PATIENCE_S is cut off. What p
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from sie_contracts.errors import ResourceExhausted
 from sie_contracts.runtime.asgi import Receive, Scope, Send
 
 PATIENCE_S = 10.0
@@ -44,6 +48,47 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.close()
         else:  # nobody reads: what waits to be sent would hold up the end
             self.transport.abort()
+
+
+class Seats:
+    """How many websockets may be open: `most` in all, and a quarter of them for one address and for one key."""
+
+    def __init__(self, most: int, where: str) -> None:
+        self._most = most
+        self._most_each = max(1, most // 4)
+        self._where = where
+        self._held: Counter[str] = Counter()
+        self.taken = 0
+
+    @contextlib.contextmanager
+    def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
+        """Held by one websocket of a client; `key` names its credential, if it has one. Raises ResourceExhausted."""
+        if self.taken >= self._most:
+            raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
+        holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
+        if any(self._held[holder] >= self._most_each for holder in holders):
+            raise ResourceExhausted(f"{self._most_each} websockets of this client are open, as many as one address and one key may have")
+        self.taken += 1
+        self._held.update(holders)
+        try:
+            yield
+        finally:
+            self.taken -= 1
+            self._held.subtract(holders)
+            self._held = +self._held
+
+
+def _network(address: str) -> str:
+    """An address as one client counts: of IPv6 the 64 bits that one host is given whole, all of loopback as one."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        found = found.ipv4_mapped or found
+    if found.is_loopback:
+        return "loopback"
+    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
 
 
 class Frames:
