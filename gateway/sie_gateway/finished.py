@@ -45,6 +45,7 @@ class Finished:
         self.publish_ms = 0.0  # until the first messages were stored
         self.last: WorkResult | None = None  # of the chunk that finished last
         self.told: Mapping[str, float] = {}  # the stages that its reply names
+        self.written_ms = 0.0  # of the last of them, making the reply
         self._waits_ms: dict[int, float] = {}  # by chunk, from publishing to its result's arrival
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
@@ -140,10 +141,13 @@ class Finished:
         """From publishing to the arrival of the last result."""
         return max(self._waits_ms.values(), default=0.0)
 
-    def timing(self, call: Call) -> dict[str, float]:
-        """Milliseconds by stage, up to now; kept for the log, which is to say what the client read."""
+    def timing(self, call: Call, written_s: float = 0.0) -> dict[str, float]:
+        """Milliseconds by stage, up to now; kept for the log and the trace, which are to say what the client read. `written_s`: what making
+        the reply of the results took, which counts as postprocessing."""
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
-        self.told = told = reply.timing(total_ms=(time.perf_counter() - call.received_s) * 1000, wait_ms=wait_ms, last=self.last)
+        total_ms = (time.perf_counter() - call.received_s) * 1000
+        self.written_ms = 1000 * written_s
+        self.told = told = reply.timing(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
         return told
 
     def item_timings(self) -> list[dict[str, float]]:
@@ -156,10 +160,10 @@ class Finished:
         }  # fmt: skip
         return [found.get(result.chunk, none) for result, _ in self.outcomes]
 
-    def shared(self, call: Call, timing: Mapping[str, float]) -> dict[str, Any]:
-        """What every reply that is a map tells beside its results."""
+    def shared(self, call: Call) -> dict[str, Any]:
+        """What every reply that is a map tells beside its results and `timing`, which is written last."""
         options = self.request.options
-        told: dict[str, Any] = {"timing": timing, "usage": self.usage, "fingerprint": self.fingerprint}
+        told: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if options.warnings:
             told["warnings"] = list(options.warnings)
         if call.headers.get("x-sie-explain") == "1":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
+Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
 
 
 def wanted(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
@@ -83,21 +85,41 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
     return _json(body), "application/json"
 
 
+def _timed(pieces: Iterator[bytes], last: Callable[[float], bytes]) -> Iterator[bytes]:
+    """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads them."""
+    spent_s = 0.0
+    while True:
+        began_s = time.perf_counter()
+        piece = next(pieces, None)
+        spent_s += time.perf_counter() - began_s
+        if piece is None:
+            break
+        yield piece
+    if end := last(spent_s):
+        yield end
+
+
 class Streamed:
     """msgpack of a map whose `items` are many: written in pieces of PIECE_VALUES numbers, so that it never exists as a whole beside its
     results. May be read more than once.
     """
 
-    def __init__(self, body: Mapping[str, Any], values: int, row: Row | None) -> None:
+    def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
         self._rest = {name: value for name, value in body.items() if name != "items"}
         self._items: Sequence[Any] = body["items"]
         self._row = row
+        self._late = late
         self._step = _step(self._items, values)
 
     def __iter__(self) -> Iterator[bytes]:
+        late = self._late
+        return _timed(self._pieces(), lambda spent_s: _msgpack.encode(late(spent_s))[1:] if late is not None else b"")
+
+    def _pieces(self) -> Iterator[bytes]:
         rest = _msgpack.encode(self._rest)
         # a map of fewer than 16 entries has them behind its first byte; an array of up to 2^32 is dd and four bytes
-        yield bytes([rest[0] + 1]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
+        entries = rest[0] + 1 + (self._late is not None)
+        yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
             yield b"".join(map(_msgpack.encode, _made(self._items[start : start + self._step], self._row)))
 
@@ -111,27 +133,38 @@ def _step(values: Sequence[Any], numbers: int) -> int:
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 
-def body_of(body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None) -> tuple[Body, str]:
+def body_of(body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None) -> tuple[Body, str]:
     """As `encode`, in pieces where there are many `values`: a large one takes 600 ms, in which nobody else would be served.
 
-    `row` makes a slot of each of the `items`, when it is its turn.
+    `row` makes a slot of each of the `items`, when it is its turn; `late` the one entry that is written last.
     """
-    if "items" not in body:
-        return encode(body, msgpack=msgpack)
-    if values <= PIECE_VALUES:
-        return encode({**body, "items": _made(body["items"], row)}, msgpack=msgpack)
+    if "items" not in body or values <= PIECE_VALUES:
+        began_s = time.perf_counter()
+        whole = body if "items" not in body else {**body, "items": _made(body["items"], row)}
+        data, content_type = encode(whole, msgpack=msgpack)
+        if late is not None:
+            own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
+            data = bytes([data[0] + 1]) + data[1:] + own[1:] if msgpack else data[:-1] + b"," + own[1:]
+        return data, content_type
     if msgpack:
-        return Streamed(body, values, row), "application/msgpack"
-    rest = _json({name: value for name, value in body.items() if name != "items"})
-    return listed(body["items"], values, b'{"items":[', b"]," + rest[1:], row), "application/json"
+        return Streamed(body, values, row, late), "application/msgpack"
+    rest = _json({name: value for name, value in body.items() if name != "items"})[1:]
+
+    def after(spent_s: float) -> bytes:
+        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(spent_s))[1:])
+
+    return listed(body["items"], values, b'{"items":[', after, row), "application/json"
 
 
 class _Listed:
-    def __init__(self, values: Sequence[Any], numbers: int, before: bytes, after: bytes, row: Row | None) -> None:
+    def __init__(self, values: Sequence[Any], numbers: int, before: bytes, after: Callable[[float], bytes], row: Row | None) -> None:
         self._values, self._before, self._after, self._row = values, before, after, row
         self._step = _step(values, numbers)
 
     def __iter__(self) -> Iterator[bytes]:
+        return _timed(self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s))
+
+    def _pieces(self) -> Iterator[bytes]:
         before = self._before
         for start in range(0, len(self._values), self._step):
             rows = _made(self._values[start : start + self._step], self._row)
@@ -143,7 +176,6 @@ class _Listed:
                 yield before
                 yield from _parts(row)
                 before = b","
-        yield (before if not len(self._values) else b"") + self._after
 
 
 def _is_wide(value: Any) -> bool:
@@ -165,15 +197,18 @@ def _parts(value: Any) -> Iterator[bytes]:
             before = b","
         yield b"}"
     else:
-        yield from _Listed(value, value.size, b"[", b"]", None)
+        yield from _Listed(value, value.size, b"[", lambda _: b"]", None)
 
 
-def listed(values: Sequence[Any], numbers: int, before: bytes = b"[", after: bytes = b"]", row: Row | None = None) -> Body:
+def listed(
+    values: Sequence[Any], numbers: int, before: bytes = b"[", after: bytes | Callable[[float], bytes] = b"]", row: Row | None = None
+) -> Body:
     """JSON of a list of `numbers` numbers between two ends, in pieces where there are many. Values may hold numpy arrays.
 
-    `row` makes what is written of a value, when it is its turn.
+    `row` makes what is written of a value, when it is its turn; `after` may depend on the seconds that writing the values took.
     """
-    body = _Listed(values, numbers, before, after, row)
+    end = (lambda _: after) if isinstance(after, bytes) else after
+    body = _Listed(values, numbers, before, end, row)
     return body if numbers > PIECE_VALUES else b"".join(body)
 
 
@@ -347,8 +382,9 @@ def failure_of(
     return AllItemsFailed(f"{len(failed)} of {len(items)} inputs failed, see errors", failures=errors), listed
 
 
-def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None) -> dict[str, float]:
-    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival."""
+def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0) -> dict[str, float]:
+    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival, `written_ms` what making the
+    reply of the results took."""
     stages = last.stages if last else None
     preprocess, batch, inference, post, worker = (
         (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
@@ -357,6 +393,7 @@ def timing(*, total_ms: float, wait_ms: float, last: WorkResult | None) -> dict[
     )
     # waiting for the broker, for large inputs, for a load and for the device are one stage: the queue
     queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
+    post += written_ms
     rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
     waited, total = round(queue + batch, 3), round(total_ms, 3)
     queue, preprocess, batch, inference, post, rest = (round(value, 3) for value in (queue, preprocess, batch, inference, post, rest))

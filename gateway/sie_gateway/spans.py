@@ -49,6 +49,8 @@ def end(call: Call, endpoint: str, status: int) -> None:
         span.set({f"sie.{name}": value for name, value in call.labels.items() if value})
         if call.finished is not None and call.finished.told:
             span.set({f"sie.timing.{name}": call.finished.told[name] for name in _TOLD})
+            if written_ms := call.finished.written_ms:
+                span.part("reply", tracing.ns_before(written_ms / 1000), written_ms, stage="postprocess")
             if call.finished.last is not None:
                 span.set({"sie.timing.chunk": call.finished.last.chunk})
     tracing.end_request(span, endpoint, status, call.code)

@@ -410,3 +410,50 @@ def test_metadata_of_finite_values_is_echoed_in_both_formats() -> None:
     for msgpack, decode in ((True, msgspec.msgpack.decode), (False, json.loads)):
         data, _ = reply.encode({"metadata": item.metadata}, msgpack=msgpack)
         assert decode(data) == {"metadata": metadata}
+
+
+@pytest.mark.parametrize("msgpack", [False, True])
+@pytest.mark.parametrize("values", [150, 10 * reply.PIECE_VALUES])
+def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values: int, msgpack: bool) -> None:
+    """And knows how long that took, but not how long a client took to read it."""
+    slow_s, read_s = 0.002, 0.05
+
+    def row(number: int) -> dict[str, int]:
+        began_s = time.perf_counter()
+        while time.perf_counter() - began_s < slow_s:
+            pass
+        return {"n": number}
+
+    spent: list[float] = []
+
+    def late(seconds: float) -> dict[str, float]:
+        spent.append(seconds)
+        return {"seconds": seconds}
+
+    body = {"model": "m", "items": range(50), "usage": {}}
+    found, _ = reply.body_of(body, values, msgpack=msgpack, row=row, late=late)
+    began_s = time.perf_counter()
+    pieces = []
+    for piece in [found] if isinstance(found, bytes) else found:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            time.sleep(read_s)  # the client that reads slowly
+    took_s = time.perf_counter() - began_s
+    decode = msgspec.msgpack.decode if msgpack else json.loads
+    whole = decode(b"".join(pieces))
+    assert list(whole)[-1] == "seconds"
+    assert whole == {"model": "m", "items": [{"n": number} for number in range(50)], "usage": {}, "seconds": spent[0]}
+    assert len(spent) == 1
+    assert spent[0] >= 50 * slow_s
+    if not isinstance(found, bytes):
+        assert spent[0] <= took_s - read_s
+
+
+def test_writing_the_reply_is_postprocessing() -> None:
+    finished = Finished(SimpleNamespace(items=()), {})  # type: ignore[arg-type]
+    call = Call("r", time.perf_counter() - 0.2, {})
+    before = finished.timing(call)
+    told = finished.timing(call, 0.15)
+    assert (before["postprocess_time"], told["postprocess_time"], told["postprocessing_ms"]) == (0, 150, 150)
+    assert told["unattributed_time"] == pytest.approx(told["total_time"] - 150, abs=0.01)
+    assert finished.told == told

@@ -6,6 +6,7 @@ The first version names no input type for older models, and gives bare lists of 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
@@ -102,8 +103,8 @@ def _content(value: Any, path: str) -> Item:
 
 def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], version: int, *, bare: bool) -> Answer:
     """`bare`: vectors alone, without the name of their type."""
+    began_s = time.perf_counter()
     vectors = finished.arrays(name, "dense")
-    timing = finished.timing(call)
     parts: list[Body] = []
     scales: dict[str, dict[str, list[float]]] = {}
     for kind in types:
@@ -114,10 +115,12 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
         start = b'{"embeddings":' if bare else b'{"embeddings":{'
         parts += [b"," if parts else start, reply.listed(rows, len(rows) * vectors[0].size, before)]
     tokens = finished.usage["total_tokens"]
+    timing = finished.timing(call, time.perf_counter() - began_s)
     rest: dict[str, Any] = {
         "id": str(uuid4()), "response_type": "embeddings_floats" if bare else "embeddings_by_type",
         "texts": [item.text for item in finished.request.items],
-        "meta": {"api_version": {"version": str(version)}, "billed_units": {"input_tokens": tokens}}, **finished.shared(call, timing),
+        "meta": {"api_version": {"version": str(version)}, "billed_units": {"input_tokens": tokens}},
+        **finished.shared(call), "timing": timing,
     }  # fmt: skip
     if scales:
         rest["embeddings_scale"] = scales

@@ -35,6 +35,6 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
     timing = finished.timing(call)
     content = {
         "object": "classify", "data": data, "model": resolved.requested, "id": f"classify-{uuid4()}", "created": int(time.time()),
-        **finished.shared(call, timing),
+        **finished.shared(call), "timing": timing,
     }  # fmt: skip
     return Answer(orjson.dumps(content), "application/json", finished.headers(timing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import msgspec
@@ -66,6 +67,7 @@ def arrow_answer(call: Call, finished: Finished) -> Answer:
 
 
 def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
+    began_s = time.perf_counter()
     request = finished.request
     items, options = request.items, request.options
     content: dict[str, Any] = {"model": request.resolved.requested}
@@ -77,11 +79,10 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
         content["items"] = range(len(items))
     else:
         slots = content["items"] = reply.encode_slots(items, finished.outcomes, request.resolved.entry, options.run, msgpack=msgpack)
-    timing = finished.timing(call)
     if options.item_timing:
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
-    content |= finished.shared(call, timing)
+    content |= finished.shared(call)
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)
 
@@ -89,5 +90,12 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
         return reply.extract_slot(index, items[index], finished.outcomes[index][1])
 
     row = found if request.operation == "extract" else None
-    data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row)
+    prepared_s = time.perf_counter() - began_s
+
+    def late(spent_s: float) -> dict[str, Any]:
+        return {"timing": finished.timing(call, prepared_s + spent_s)}
+
+    data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
+    # of a reply in pieces the headers leave before it is written
+    timing = finished.told if isinstance(data, bytes) else finished.timing(call, prepared_s)
     return Answer(data, content_type, finished.headers(timing))

@@ -6,6 +6,7 @@ Jina and Voyage have the same route with more fields: inputs that are objects, t
 from __future__ import annotations
 
 import asyncio
+import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
@@ -209,8 +210,8 @@ def _most_bytes(text: str) -> int:
 
 
 def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> Answer:
+    began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
-    timing = finished.timing(call)
     data = [
         {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}  # written as base64, or as a list
         for index, row in enumerate(rows)
@@ -218,6 +219,12 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
     for name, values in extras.items():
         for entry, value in zip(data, values, strict=True):
             entry[name] = value
-    after = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(call, timing)})
-    body = reply.listed(data, finished.values, b'{"object":"list","data":[', b"]," + after[1:])
+    rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(call)})
+    prepared_s = time.perf_counter() - began_s
+
+    def after(spent_s: float) -> bytes:
+        return b"]," + rest[1:-1] + b"," + orjson.dumps({"timing": finished.timing(call, prepared_s + spent_s)})[1:]
+
+    body = reply.listed(data, finished.values, b'{"object":"list","data":[', after)
+    timing = finished.told if isinstance(body, bytes) else finished.timing(call, prepared_s)
     return Answer(body, "application/json", finished.headers(timing))

@@ -104,7 +104,7 @@ def _answer(
         texts = (items[index].text for index in order)
         results = [{**each, "document": text if root else {"text": text}} for each, text in zip(ranked, texts, strict=True)]
     timing = finished.timing(call)
-    shared = finished.shared(call, timing)
+    shared = {**finished.shared(call), "timing": timing}
     if warnings:
         shared["warnings"] = [*warnings, *shared.get("warnings", ())]
     tokens = finished.usage["total_tokens"]
