@@ -112,6 +112,8 @@ def start(path: Path, *, spare: bool = False, before: str = "", **environ: str) 
         "SIE_DEVICE": "cpu",
         "SIE_DEFAULT_COMPUTE_PRECISION": "float32",
         "SIE_HF_FALLBACK": "false",
+        "SIE_MODEL_PATHS": "/",  # tests name what they like
+        "SIE_ALLOW_REMOTE_CODE": "true",
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")
     process = subprocess.Popen([sys.executable, "-c", code], env={**known, **settings, **environ}, stderr=subprocess.PIPE, text=True)

@@ -16,8 +16,14 @@ from sie_contracts.broker import CoreMessage
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
 from sie_contracts.messages import ConfigDelta
+from sie_contracts.trust import Allowed, Trust
 
 ADMIN = "admin-token-of-a-test"
+
+
+def anything() -> Trust:
+    """An operator who allows whatever an entry asks for."""
+    return Trust(Allowed(code=True, paths=("/",)), (), list)
 
 
 class Api:
@@ -31,12 +37,13 @@ class Api:
         self.deltas: list[ConfigDelta] = []
         self._bundles = bundles
         self._subject = subject
+        self.trust: Trust | None = None  # anything is allowed
 
     async def start(self) -> Self:
         self.broker = self.server.connect("sie-config")
         store = await open_store(self.broker, settings_of())
         await store.seed_bundles(self._bundles)
-        self.service.begin(store)
+        self.service.begin(store, self.trust or anything())
 
         async def heard(message: CoreMessage) -> None:
             self.deltas.append(messages.decode_delta(message.data))

@@ -21,8 +21,10 @@ from types import FrameType
 
 from sie_adapter import dependencies, forkserver, spans
 from sie_contracts.runtime import tracing
+from sie_contracts.runtime.folder import examined, worker_trust
 from sie_contracts.runtime.process import end_signals
 from sie_contracts.settings import Settings
+from sie_contracts.trust import Allowed
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -39,6 +41,8 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     dependencies are.
     """
     dependencies.check(settings)
+    if warning := examined(allowed(settings)):
+        _logger.warning("%s", warning)
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # until somebody looks at them
     _import()
     path = Path(settings.ipc_socket_path)
@@ -53,6 +57,11 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         with _woken_by_signals() as (wake, waker):
             _serve(path, listener, settings, wake, waker)
     return 0
+
+
+def allowed(settings: Settings) -> Allowed:
+    """What entries that come over the broker may make this process run and read."""
+    return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
 def _import() -> None:
@@ -82,7 +91,7 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
     engine = Engine(settings)
     if tracer is not None:
         engine.lanes.listeners.append(functools.partial(spans.ran, tracer))
-    server = Server(listener, engine, lambda: _wake(waker, _DRAIN))
+    server = Server(listener, engine, lambda: _wake(waker, _DRAIN), worker_trust(allowed(settings)))
     cache = engine.loader.sources.cache
     watch = disk.Watch(cache.relieve, cache.folder)
     _logger.info("adapter ready on %s, pid %d", path, os.getpid())

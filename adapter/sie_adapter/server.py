@@ -16,14 +16,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from sie_adapter.engine import Engine
 from sie_adapter.lanes import Job
 from sie_contracts import ipc
-from sie_contracts.catalogue import parse_entry
-from sie_contracts.errors import InternalFailure, SIEError
+from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.ipc import FrameError, Refused, Reply, Request
+from sie_contracts.places import public
 from sie_contracts.runtime.failpoints import failpoint
+from sie_contracts.trust import Trust
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -36,8 +39,9 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 class Server:
     """Serves `engine` on `listener`. Owns the connections, not the listener."""
 
-    def __init__(self, listener: socket.socket, engine: Engine, drain: Callable[[], None]) -> None:
-        """`drain` is called when a sidecar asks the process to end."""
+    def __init__(self, listener: socket.socket, engine: Engine, drain: Callable[[], None], trust: Trust) -> None:
+        """`drain` is called when a sidecar asks the process to end. `trust` says what an entry may make this process run and read."""
+        self._trust = trust
         self._listener = listener
         self._engine = engine
         self._drain = drain
@@ -134,7 +138,10 @@ class Server:
         try:
             return self._answer_or_raise(request)
         except SIEError as error:
-            return Refused(error.info())
+            told = public(error.info())
+            if told.message != error.message:
+                _logger.warning("%s was refused: %s", type(request).__name__, error.message)  # the one place that says where
+            return Refused(told)
         except Exception:
             _logger.exception("%s failed", type(request).__name__)
             return Refused(InternalFailure(f"{type(request).__name__} failed, see the log of the adapter").info())
@@ -149,7 +156,7 @@ class Server:
                 return self._engine.describe()
             case ipc.EnsureReady():
                 failpoint("adapter.before_load")
-                resident, evicted = residency.ensure(request.model, parse_entry(request.entry), request.profile, request.evictable)
+                resident, evicted = residency.ensure(request.model, self._entry(request.entry), request.profile, request.evictable)
                 failpoint("adapter.loaded")
                 weights = resident.weights
                 loaded = resident.describe(time.monotonic())
@@ -159,10 +166,29 @@ class Server:
             case ipc.Release():
                 residency.release(request.model)
             case ipc.ApplyConfig():
-                residency.change(request.model, parse_entry(request.entry) if request.entry is not None else None)
+                self._change(request.model, request.entry)
             case ipc.Drain():
                 self._drain()
         return ipc.Done()
+
+
+    def _entry(self, raw: dict[str, Any]) -> ModelEntry:
+        """An entry that came over the socket, if this adapter's own settings allow what it asks for. Raises ModelLoadFailed."""
+        entry = parse_entry(raw)
+        refused = self._trust.refused(entry, is_here=True)
+        if refused is not None:
+            message = f"{entry.id}: {refused.message}"
+            raise ModelLoadFailed(message, reason=refused.reason, param=refused.loc, extras={"error_class": "INCOMPATIBLE"})
+        return entry
+
+    def _change(self, model: str, raw: dict[str, Any] | None) -> None:
+        """Serve another entry from now on. A model whose entry is refused is unloaded: its next load says why."""
+        entry = None
+        try:
+            entry = None if raw is None else self._entry(raw)
+        except ModelLoadFailed as error:
+            _logger.error("%s is unloaded: %s", model, error.message)
+        self._engine.residency.change(model, entry)
 
 
 def _send(connection: socket.socket, reply: Reply) -> None:

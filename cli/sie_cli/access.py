@@ -22,7 +22,6 @@ from sie_contracts.settings import Loaded, Secret, SettingError, public_url
 FILE = "access.json"
 SOURCE = "data directory"
 OPERATOR = "operator"
-USUAL_MODELS = "./models"  # where SIE_MODELS_DIR names no folder
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):

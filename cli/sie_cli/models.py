@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import click
 
-from sie_cli.access import USUAL_MODELS
 from sie_cli.access import read as read_access
 from sie_cli.aliases import alias
 from sie_cli.compare import compare
@@ -23,6 +22,7 @@ from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_fo
 from sie_contracts.errors import SIEError
 from sie_contracts.runtime.feed import read_folder
 from sie_contracts.settings import Settings
+from sie_contracts.trust import USUAL
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,7 +118,7 @@ def add(
         return
     if if_match is not None or output is not None:
         raise click.UsageError("--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL")
-    folder = models_dir or settings.models_dir or USUAL_MODELS
+    folder = models_dir or settings.models_dir or USUAL
     if folder.startswith(("s3://", "gs://")):
         raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
     _write(*_entry_of(settings, source, name, revision), Path(folder).expanduser(), force=force, dry_run=dry_run)
@@ -130,7 +130,7 @@ def _who_reads(folder: Path, models_dir: str | None) -> str:
     """Whether the `sie serve` that runs here serves the models of a folder, and if not which one would."""
     running = read_access(default_data_dir())
     if running is None:
-        usual = folder == Path(models_dir or USUAL_MODELS).expanduser().absolute()
+        usual = folder == Path(models_dir or USUAL).expanduser().absolute()
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return f"a file only, no server was told and no `sie serve` runs with {default_data_dir()}: {how}"

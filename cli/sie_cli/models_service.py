@@ -119,7 +119,7 @@ class Service:
             lines.append(f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url {service}")
         elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
             lines.append(f"look at it with `sie models show`, then repeat with --if-match {error['revision']}")
-        elif code in _NEXT:
+        elif code in _NEXT and error.get("reason") not in ("remote_code", "model_path"):  # which say themselves what to do
             lines.append(_NEXT[code])
         return lines
 

@@ -28,14 +28,16 @@ import httpx
 import msgspec
 
 from sie_cli import access, environment
-from sie_cli.access import OPERATOR, USUAL_MODELS, Access
+from sie_cli.access import OPERATOR, Access
 from sie_cli.data_dir import DataDir, default_data_dir, private_folder, socket_path
 from sie_cli.embedded import EmbeddedBroker, free_port
 from sie_cli.options import flags_of, loaded, refuse, settings_options
 from sie_cli.preflight import Listener, Needs, faults, store_bytes
 from sie_cli.supervisor import Child, Supervisor
+from sie_contracts.runtime.folder import in_use, place_of
 from sie_contracts.runtime.process import EXIT_BAD_SETTING, end_signals
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, Secret, SettingError, Settings, public_url
+from sie_contracts.trust import Allowed
 
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
@@ -359,7 +361,7 @@ class _Serve:
 
     def _access(self) -> Access:
         """What commands of this user need to know of this start."""
-        plan, embedded = self._plan, self._embedded
+        plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
         is_ours = plan.settings.config_service_url is None  # the token of another one is not ours to tell
         return Access(
@@ -367,7 +369,7 @@ class _Serve:
             config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
             broker_url=embedded.url if embedded else "", broker_monitor_url=embedded.monitor_url if embedded else "",
             operator_password=embedded.passwords[OPERATOR] if embedded else "", admin_token=self._admin_token.reveal(),
-            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls), models_dir=_models_folder(plan.settings),
+            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls), models_dir=place_of(models),
         )  # fmt: skip
 
     def _greet(self) -> None:
@@ -382,6 +384,7 @@ class _Serve:
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
+            *([f"folder  {models}  (models of yours)"] if (models := in_use(Allowed(models_dir=plan.settings.models_dir))) else []),
             "metrics " + "; ".join(f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls().items()),
             *([f"models  sie models list{here}"] if self._access().config_url else []),
             *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
@@ -394,12 +397,6 @@ class _Serve:
         """Where metrics and probes of the gateways and of the workers are, by whose they are."""
         host = _reachable(self._plan.host)
         return {name: [f"http://{host}:{first + number}" for number in range(count)] for name, (first, count) in self._metrics.items()}
-
-
-def _models_folder(settings: Settings) -> str:
-    """As an absolute path, unless it is a bucket."""
-    named = settings.models_dir or USUAL_MODELS
-    return named if "://" in named else str(Path(named).expanduser().absolute())
 
 
 def _numbered(name: str, number: int, count: int) -> str:

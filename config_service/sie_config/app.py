@@ -43,6 +43,7 @@ from sie_contracts.names import did_you_mean
 from sie_contracts.runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_contracts.runtime.tracing import begin_request, end_request
 from sie_contracts.settings import Settings
+from sie_contracts.trust import Trust
 
 if TYPE_CHECKING:
     from sie_contracts.runtime.spans import Tracer
@@ -64,14 +65,15 @@ class ConfigService:
         self.leaving = False  # no new connections are wanted; what comes is answered
         self.store: CatalogueStore | None = None
         self.writer: Writer | None = None
+        self.trust: Trust | None = None
         self.workers = Workers(WORKER_TIMEOUT_S)
         self.gate = Gate(settings)
         self.tracer: Tracer | None = None
         self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
 
-    def begin(self, store: CatalogueStore) -> None:
-        """The catalogue is there."""
-        self.store, self.writer = store, Writer(store)
+    def begin(self, store: CatalogueStore, trust: Trust) -> None:
+        """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
+        self.store, self.writer, self.trust = store, Writer(store), trust
 
     def not_ready(self) -> str | None:
         if self.leaving:
@@ -85,7 +87,8 @@ class ConfigService:
 
     async def edits(self) -> Edits:
         store = self.require()
-        return Edits(store, await store.bundles())
+        assert self.trust is not None
+        return Edits(store, await store.bundles(), self.trust)
 
     async def write(
         self, request: Request, operation: str, model: str, edit: Edit, body: bytes, profiles: Collection[str] | None = None

@@ -9,6 +9,7 @@ with its field and line. Hidden files and folders are not looked at, nor where a
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from typing import Any
 import msgspec
 
 from sie_config.aliases import seeded
-from sie_config.bucket import BucketFolder
 from sie_config.documents import checked, checked_bundle, invalid, read
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import DEFAULT, Bundle, lacking, serving
@@ -27,14 +27,15 @@ from sie_contracts.catalogue import ModelEntry, packaged_folder
 from sie_contracts.configs import YAML
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.names import Names
+from sie_contracts.runtime.bucket import BucketFolder
 from sie_contracts.runtime.feed import read_bundles, read_folder
+from sie_contracts.runtime.folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 from sie_contracts.settings import SettingError, Settings
+from sie_contracts.trust import USUAL, Allowed, Trust
 
-USUAL = "./models"
 BUNDLES = "bundles"
-SUFFIXES = (".yaml", ".yml")
-MOST_FILE_BYTES = 1 << 20
 MOST_TOLD = 20
+_logger = logging.getLogger("sie.config")
 PLUG_INS = "sie.adapters"  # entry points of families that other distributions bring
 
 Signature = Mapping[str, tuple[int, int, int]]
@@ -55,11 +56,27 @@ class Overlay:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._allowed = Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
         self.name = settings.models_dir or USUAL
         self.is_remote = self.name.startswith(("s3://", "gs://"))
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
         self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
         self._kept: dict[str, tuple[tuple[int, int, int], Any]] = {}
+
+    def told(self) -> str:
+        """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises SettingError, OSError."""
+        if warning := examined(self._allowed):
+            _logger.warning("%s", warning)
+        folder = in_use(self._allowed)
+        return f"models are those of the package and of {folder}" if folder else f"models are those of the package: there is no {self.name}"
+
+    def trust(self) -> Trust:
+        """What an entry that is written over HTTP may ask for, as the package and the folder were read last."""
+        return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
+
+    def _entries(self) -> list[ModelEntry]:
+        documents = [*(document for document, _ in self._packaged.values()), *(document for _, document in self._kept.values())]
+        return [each for each in documents if isinstance(each, ModelEntry)]
 
     def look(self) -> Signature:
         """The files as they are now. Raises SettingError for a named folder that is not there, or a store that does not help, OSError."""
@@ -126,7 +143,7 @@ class Overlay:
     def _bodies(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
         """What is in these files, of too large ones enough to tell."""
         if self._bucket is not None:
-            return self._bucket.read(sizes, MOST_FILE_BYTES + 1)
+            return self._bucket.read(sizes, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
         return {path: (root / path).read_bytes() for path in sizes}
 
@@ -134,8 +151,8 @@ class Overlay:
 def _document(path: str, body: bytes) -> ModelEntry | Alias | Bundle:
     """What is in one file. Raises ValidationFailed naming it."""
     try:
-        if len(body) > MOST_FILE_BYTES:
-            raise invalid("$", f"expected at most {MOST_FILE_BYTES} bytes, got {len(body)}")
+        if len(body) > MAX_FILE_BYTES:
+            raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
         document = read(body, YAML)
         is_bundle = PurePosixPath(path).parts[0] == BUNDLES
         return checked_bundle(document) if is_bundle else checked(document.value, document)

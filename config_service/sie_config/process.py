@@ -36,6 +36,7 @@ async def prepare(settings: Settings, broker: Broker) -> Prepared:
     """Open the store and bring it up to what the folders say. Raises SettingError, BrokerError."""
     overlay = Overlay(settings)
     try:
+        _logger.info("%s", await asyncio.to_thread(overlay.told))
         seen = await asyncio.to_thread(overlay.look)
         folders = await asyncio.to_thread(overlay.folders)
     except (ValidationFailed, OSError) as error:
@@ -76,7 +77,7 @@ async def run(
                     what="seeding the catalogue",
                 )  # fmt: skip
                 if prepared is not None:
-                    service.begin(prepared.store)
+                    service.begin(prepared.store, prepared.overlay.trust())
                     reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers)
                     tasks.start(reload.run(served), "folder of models")
             await stop.wait()

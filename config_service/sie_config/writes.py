@@ -25,7 +25,8 @@ from sie_contracts.aliases import Alias
 from sie_contracts.broker import WrongRevision
 from sie_contracts.bundles import Bundle, lacking, serving
 from sie_contracts.catalogue import ModelEntry
-from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotFound, QueueUnavailable
+from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotFound, PermissionDenied, QueueUnavailable
+from sie_contracts.trust import Trust
 
 WRITE_S = 10.0  # for one write, others of this replica before it included
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.002, 0.1  # before another attempt, between replicas
@@ -70,7 +71,7 @@ class Writer:
         self.id = f"sie-config-{secrets.token_hex(4)}"
 
     async def write(self, asked: Asked) -> Answered:
-        """Raises ModelNotFound, ContentConflict, ValidationFailed, IdempotencyMismatch, QueueUnavailable, BrokerError."""
+        """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch, QueueUnavailable, BrokerError."""
         pause_s = FIRST_PAUSE_S
         try:
             async with asyncio.timeout(WRITE_S), self._lock:
@@ -143,15 +144,25 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class Edits:
-    """What each operation makes of a model as it is. All that is stored has passed `checked` and has a bundle that serves it."""
+    """What each operation makes of a model as it is.
 
-    def __init__(self, store: CatalogueStore, bundles: Mapping[str, Bundle]) -> None:
+    All that is stored has passed `checked`, has a bundle that serves it, and asks for no code and no path that is not allowed.
+    """
+
+    def __init__(self, store: CatalogueStore, bundles: Mapping[str, Bundle], trust: Trust) -> None:
         self._store = store
         self._bundles = bundles
+        self._trust = trust
 
     def entry(self, raw: Any, document: Document) -> dict[str, Any]:
-        """A checked document. Raises ValidationFailed."""
-        return normalised(self._routable(checked(raw, document), document))
+        """A checked document. Raises ValidationFailed, PermissionDenied."""
+        return normalised(self._allowed(self._routable(checked(raw, document), document)))
+
+    def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:
+        refused = self._trust.refused(entry, is_here=False) if isinstance(entry, ModelEntry) else None
+        if refused is not None:
+            raise PermissionDenied(refused.message, reason=refused.reason, param=refused.loc)
+        return entry
 
     def _routable(self, entry: ModelEntry | Alias, document: Document) -> ModelEntry | Alias:
         if isinstance(entry, ModelEntry) and not serving(self._bundles, entry.family, entry.bundle):

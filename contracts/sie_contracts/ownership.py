@@ -13,9 +13,13 @@ def distrusted(folder: Path) -> str:
     Raises OSError for a folder that cannot be looked at.
     """
     found = folder.stat()
+    if is_open(folder):
+        return f"every user of this machine may write there (mode {stat.S_IMODE(found.st_mode):04o})"
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to another user (uid {found.st_uid})"
-    # a mounted ConfigMap or image is open to all by its mode, and nobody can write there
-    if found.st_mode & stat.S_IWOTH and not os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return f"every user of this machine may write there (mode {stat.S_IMODE(found.st_mode):04o})"
     return ""
+
+
+def is_open(folder: Path) -> bool:
+    """Whether every user may write there. A mounted ConfigMap or image is open to all by its mode, and nobody can. Raises OSError."""
+    return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

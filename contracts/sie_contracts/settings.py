@@ -322,6 +322,8 @@ class Settings:
     # device and models
     device: str = _row("auto", "SIE_DEVICE", "adapter", DEVICE, "Device of all forward passes; auto takes CUDA, then MPS, then CPU. A named device that is absent is a start error.")
     models_dir: str | None = _row(None, "SIE_MODELS_DIR", "config adapter", STORE, "Folder or bucket of model files laid over the packaged catalogue; a folder also of LoRAs that requests may name by path; ./models is used when it exists. One that is named and missing is a start error.")
+    allow_remote_code: bool = _row(False, "SIE_ALLOW_REMOTE_CODE", "config adapter", BOOL, "Whether entries written over HTTP may make workers run code, or use what is installed: load.trust_remote_code, weights.package, families of other distributions. What SIE_MODELS_DIR and the package say may always.")
+    model_paths: tuple[str, ...] | None = _row(None, "SIE_MODEL_PATHS", "config adapter", LIST, "Folders, with commas between, that entries written over HTTP may name (weights.path, run.lora, golden), beside the models folder. A models folder of another user or open to all is accepted if it is named here.")
     model_filter: tuple[str, ...] | None = _row(None, "SIE_MODEL_FILTER", "config", LIST, "Only these models are available. An unknown name is a start error.")
     gpu_type: str | None = _row(None, "SIE_GPU_TYPE", "sidecar gateway", LABEL, "Overrides the detected type of the GPU, by which requests may be routed; it is the machine profile where SIE_MACHINE_PROFILE is unset.")
     # weights

@@ -9,6 +9,7 @@ from typing import Any
 from sie_contracts.catalogue import Catalogue, ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.messages import Heartbeat, ModelStatus
 from sie_contracts.options import LORA_FAMILIES
+from sie_contracts.places import without_paths
 from sie_gateway.aliases import alias_infos
 from sie_gateway.fleet import Fleet
 
@@ -69,7 +70,7 @@ def _profile(entry: ModelEntry, name: str) -> dict[str, Any]:
     return {
         "is_default": name == "default",
         **({"output_types": list(run.output_types)} if run.output_types else {}),
-        **({"lora_id": run.lora} if run.lora else {}),
+        **({"lora_id": without_paths(run.lora)} if run.lora else {}),
     }
 
 

@@ -11,6 +11,7 @@ from helm import CHOSEN, FILES, SECRET, container, containers, objects, of_kind,
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
 from sie_cli import main as cli
+from sie_cli.environment import HUB
 from sie_contracts.settings import BY_NAME, Secret, load
 from sie_gateway.process import longest_drain_s
 from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
@@ -224,8 +225,20 @@ def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) 
                 assert value["secretKeyRef"]["name"] in (named, "hub"), (workload, name)
         if each["name"] in ("worker-sidecar", "adapter"):
             assert "SIE_ADMIN_TOKEN" not in variables(each)
+        if each["name"] != "adapter":
+            assert not HUB & variables(each).keys(), workload
         if each["name"] == "adapter":
             assert not {"SIE_CONFIG_READ_TOKEN", "SIE_NATS_URL", "SIE_NATS_PASSWORD"} & variables(each).keys()
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "place"), [({"configMap": "mine"}, "/etc/sie/models"), ({"url": "s3://a/b"}, "s3://a/b"), ({}, None)]
+)
+def test_workers_look_at_the_operator_s_models_themselves(catalogue: dict[str, str], place: str | None) -> None:
+    """What is there may run code and name paths; an adapter takes nobody's word for it."""
+    found = objects(template(values={**CHOSEN, "catalogue": catalogue}))
+    for workload, name in (("sie-config", "config"), ("sie-worker-cpu", "adapter")):
+        assert variables(container(found, workload, name)).get("SIE_MODELS_DIR") == place
 
 
 def test_each_component_comes_to_the_broker_as_itself(found: tuple[dict[str, Any], ...]) -> None:

@@ -32,7 +32,7 @@ FLIPS = 6
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
+    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL, "SIE_MODEL_PATHS": "/nowhere"}
     with running(tmp_path_factory.mktemp("live") / "data", "--no-spare", gateways=2, environ=environ) as cluster:
         for entry in (ENTRY, {**ENTRY, "id": "local/broken", "weights": {"path": "/nowhere"}}):
             assert httpx.post(config_of(cluster) + CONFIGS, json=entry, headers=HEADERS).status_code == 201

@@ -72,7 +72,7 @@ class Clients:
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    environ = {"SIE_ADMIN_TOKEN": "admin-token-of-a-test", "SIE_HF_FALLBACK": "false"}
+    environ = {"SIE_ADMIN_TOKEN": "admin-token-of-a-test", "SIE_HF_FALLBACK": "false", "SIE_MODEL_PATHS": str(tmp_path)}
     with Stack(tmp_path, Plan(models=("toy/other",), gateways=2, workers=(None, None), preload=False, environ=environ)) as stack:
         yield stack
 

@@ -159,7 +159,7 @@ def test_without_a_broker_a_write_is_refused_and_done_when_it_is_back(replicas: 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL}
+    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_MODEL_FILTER": MODEL, "SIE_MODEL_PATHS": "/"}
     with running(tmp_path_factory.mktemp("live") / "data", "--no-spare", environ=environ) as cluster:
         yield cluster
 

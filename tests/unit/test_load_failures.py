@@ -28,7 +28,9 @@ from unit.adapter import toys
 from sie_adapter.engine import Engine
 from sie_adapter.server import Server
 from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.runtime.folder import worker_trust
 from sie_contracts.settings import Settings
+from sie_contracts.trust import Allowed
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FAMILIES = {
@@ -47,7 +49,7 @@ def real_adapter(path: Path, cache: Path) -> Iterator[None]:
     with wake, waker, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
-        server = Server(listener, engine, lambda: None)
+        server = Server(listener, engine, lambda: None, worker_trust(Allowed(code=True, paths=("/",))))
         thread = threading.Thread(target=server.serve, args=(wake,), name="adapter")
         thread.start()
         try:
@@ -164,7 +166,7 @@ def _hub(name: str) -> dict[str, Any]:
 
 
 CASES = {
-    "no folder": Case({"weights": {"path": "/nowhere/x"}}, "NOT_FOUND", True, ("/nowhere/x", "config.json and safetensors")),
+    "no folder": Case({"weights": {"path": "/nowhere/x"}}, "NOT_FOUND", True, ("weights.path …/x ", "config.json and safetensors")),
     "no package": Case({"weights": {"package": "no-such-distribution"}}, "NOT_FOUND", True, ("no-such-distribution is not installed",)),
     "no repository": Case(_hub("none"), "NOT_FOUND", True, (f"org/none@{COMMIT}", "HF_TOKEN")),
     "no revision": Case(_hub("moved"), "NOT_FOUND", True, (f"org/moved@{COMMIT} does not exist",)),
@@ -223,6 +225,7 @@ async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
                 assert "retry-after" not in answer.headers
                 assert (error["error_class"], error["attempts"], error["permanent"]) == (case.error_class, 1, case.permanent)
                 assert [text for text in case.texts if text not in error["message"]] == [], error["message"]
+                assert str(tmp_path.parent) not in answer.text, "clients are told of no path"
             async with asyncio.timeout(30):  # a heartbeat brings it
                 while True:
                     shown = (await gateway.client.get("/v1/models/toy/failing")).json()
@@ -230,3 +233,4 @@ async def test_each_class_reaches_the_client_with_what_is_wrong_and_what_helps(
                         break
                     await asyncio.sleep(0.01)
             assert shown["last_error"]["code"] == case.error_class
+            assert str(tmp_path.parent) not in json.dumps(shown)

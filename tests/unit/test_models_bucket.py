@@ -13,12 +13,13 @@ from object_stores import S3, Faults, Moto, Place, Request, aws_environ
 from overlays import wanted_models
 
 from sie_config import reload
-from sie_config.bucket import BucketFolder
-from sie_config.overlay import MOST_FILE_BYTES, SUFFIXES, Overlay
+from sie_config.overlay import Overlay
 from sie_config.process import prepare
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import ModelEntry
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.runtime.bucket import BucketFolder
+from sie_contracts.runtime.folder import MAX_FILE_BYTES, SUFFIXES
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import SettingError
 from sie_contracts.stores import Patience
@@ -97,7 +98,7 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
         ("id: org/a\nweights: 3\n", r"^new/a\.yaml: \$\.weights \(line 2\): Expected `object`, got `int`"),
         ("{", r"^new/a\.yaml: "),
         ("", r"^new/a\.yaml: "),
-        ("#" * (MOST_FILE_BYTES + 10), rf"^new/a\.yaml: \$: expected at most {MOST_FILE_BYTES} bytes, got {MOST_FILE_BYTES + 1}"),
+        ("#" * (MAX_FILE_BYTES + 10), rf"^new/a\.yaml: \$: expected at most {MAX_FILE_BYTES} bytes, got {MAX_FILE_BYTES + 1}"),
     ],
     ids=["field", "syntax", "empty", "large"],
 )

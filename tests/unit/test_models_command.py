@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from config_api import anything
 from huggingface_hub.errors import HfHubHTTPError
 from inprocess import settings_of
 from overlays import wanted_models
@@ -75,7 +76,7 @@ class Served:
         service = ConfigService(settings_of(**TOKENS))
         store = await open_store(MemoryServer().connect("sie-config"), settings_of())
         await store.seed_bundles(BUNDLES)
-        service.begin(store)
+        service.begin(store, anything())
         server = HttpServer(create_app(service), "127.0.0.1", 0, setting="--port")
         await server.start()
         self.url = f"http://127.0.0.1:{server.port}"

@@ -49,6 +49,8 @@ class Documented:
 DOCUMENTED = {
     "SIE_DEVICE": Documented("auto", "cuda:1", ("gpu", "cuda:", "cuda:x", "")),
     "SIE_MODELS_DIR": Documented(UNSET, "s3://bucket/models", ("ftp://host/models", "s3://")),
+    "SIE_ALLOW_REMOTE_CODE": Documented("false", "true", ("maybe", "")),
+    "SIE_MODEL_PATHS": Documented(UNSET, "/srv/models,~/models", (",", " , ")),
     "SIE_MODEL_FILTER": Documented(UNSET, "a/one,b/two", (",", " , ")),
     "SIE_GPU_TYPE": Documented(UNSET, "a100-80gb", ("two words", "-l4", "x" * 64)),
     "SIE_LOCAL_CACHE": Documented(UNSET, "/cache"),

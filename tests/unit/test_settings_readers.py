@@ -24,6 +24,7 @@ PACKAGES = {
 
 DISK = "tests/unit/test_weights_disk.py"
 PLACEMENT = "tests/unit/test_placement_sidecar.py"
+TRUST = "tests/unit/test_trust.py"
 STATUS = "tests/unit/test_status.py"
 TRACING = "tests/unit/test_tracing.py"
 BATCHING, GATEWAY, WORKER = (f"tests/unit/test_settings_effects_{name}.py" for name in ("batching", "gateway", "worker"))
@@ -32,6 +33,8 @@ ADAPTER, CONFIG, BROKER, LOGS = (f"tests/unit/test_settings_effects_{name}.py" f
 EFFECTS = {
     "SIE_DEVICE": f"{ADAPTER}::test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start",
     "SIE_MODELS_DIR": f"{CONFIG}::test_the_models_folder_is_laid_over_the_packaged_catalogue",
+    "SIE_ALLOW_REMOTE_CODE": f"{TRUST}::test_code_that_nobody_allowed_is_refused_and_the_setting_named",
+    "SIE_MODEL_PATHS": f"{TRUST}::test_paths_are_allowed_below_the_named_folders_and_the_models_folder_alone",
     "SIE_MODEL_FILTER": f"{CONFIG}::test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_start",
     "SIE_GPU_TYPE": f"{WORKER}::test_the_gpu_type_overrides_the_detected_label_in_health",
     "SIE_LOCAL_CACHE": f"{ADAPTER}::test_weights_are_looked_up_in_the_local_cache_first",
@@ -141,6 +144,7 @@ READS_ENVIRON = {
     "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": "hands it to the settings piece by piece, so that one wrong setting hides no other",
     "cli/sie_cli/doctor/checks.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
+    "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 WRITES_ENVIRON = {"adapter/sie_adapter/engine.py": "ORT_DISABLE_TELEMETRY: nothing else keeps onnxruntime from reporting as it is imported"}
@@ -149,6 +153,8 @@ READS_HOME = {
     "adapter/sie_adapter/weights/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",
+    "contracts/sie_contracts/runtime/folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
+    "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/models.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/weights.py": "~ in a folder that is named on the command line",

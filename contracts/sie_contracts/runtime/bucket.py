@@ -1,4 +1,4 @@
-"""SIE_MODELS_DIR in a bucket: what Overlay asks of a folder, asked of the objects below s3://bucket/prefix or gs://bucket/prefix.
+"""SIE_MODELS_DIR in a bucket: what is asked of a folder, asked of the objects below s3://bucket/prefix or gs://bucket/prefix.
 
     list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some at once
 """

@@ -1,0 +1,24 @@
+"""Paths of the file system in what clients are told: the last part of one says enough, the rest is the operator's business."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from sie_contracts.errors import ErrorInfo
+
+# a path from the root or the home: not the inside of a name (org/model), of a URL (s3://bucket/key) or of a phrase (and/or)
+_PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
+
+
+def without_paths(text: str) -> str:
+    """The text with `…/NAME` for each absolute path."""
+    return _PATH.sub(lambda found: f"…/{found[0].rstrip('/').rpartition('/')[2]}", text)
+
+
+def public(error: ErrorInfo) -> ErrorInfo:
+    """The error as a client may see it."""
+    extras: dict[str, Any] = {key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()}
+    return msgspec.structs.replace(error, message=without_paths(error.message), extras=extras)
