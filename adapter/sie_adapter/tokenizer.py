@@ -116,10 +116,10 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
     stored = _stored_tokens(folder)
     if stored is None:
         return
-    used = {tokenizer.id_to_token(number) for number in _around(tokenizer)}
+    used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
     if isinstance(tokenizer.model, models.WordPiece | models.WordLevel):  # which fail at a text that they do not know without it
         used.add(tokenizer.model.unk_token)
-    if lacking := sorted(str(token) for token in used - {None} - stored):
+    if lacking := sorted(used - {None} - stored):
         said = f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs around or in place of texts"
         raise load_failed("CERTIFICATE", f"{said}: {_REMEDY}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def _check_parts(folder: Path) -> None:
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
     """Tensors of a file of torch.save; a file with anything else is refused by the family that reads it."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:
         return ()
     except (RuntimeError, EOFError) as error:

@@ -300,7 +300,8 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
         resident, _ = engine.residency.ensure(entry.id, entry, "default", ())
         weights = resident.weights
         tokenizer = ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens))
-        lines = [f"loaded in {resident.load_s:.1f} s, {weights.precision}, attention {weights.attention}"]
+        why = f" instead of {weights.requested_precision} ({weights.precision_reason})" if weights.precision_reason else ""
+        lines = [f"loaded in {resident.load_s:.1f} s, {weights.precision}{why}, attention {weights.attention}"]
         for task in entry.tasks:
             lines += _sample(engine, entry, task, tokenizer)
         return lines

@@ -260,7 +260,7 @@ def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
 
 def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tmp_path: Path) -> None:
     """C6: 1. a model pools by the mean; 2. its entry says otherwise; 3. what is answered, and the fingerprint, are of the new one."""
-    entry = toy(toys.save(tmp_path / "toy", "bert"))
+    entry = toy(toys.save(tmp_path / "toy", "bert", marked=True))
     sequence = toys.random_ids([9])[0].tolist()
     first = client.load("passing", entry)
     mean = vectors(client.run(batch([sequence], "passing")))
@@ -290,7 +290,7 @@ def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> N
 
 def test_pairs_are_scored_like_the_stock_model(client: Client, tmp_path: Path) -> None:
     """W3: with the token types of a pair."""
-    folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification, num_labels=1)
+    folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     ready = client.load("cross", toy(folder, family="cross-encoder", outputs={"score": 0}))
     assert ready.rows == {"score": ipc.Rows("pair")}
     sequences = [ids.tolist() for ids in toys.random_ids([12, 5, 30])]

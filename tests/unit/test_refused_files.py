@@ -121,6 +121,17 @@ def without_markers(folder: Path) -> None:
     edited(folder, lambda state: state.update(post_processor=None))
 
 
+def lacking(*tokens: str) -> Callable[[Path], None]:
+    def without(folder: Path) -> None:
+        def change(state: dict[str, Any]) -> None:
+            state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in tokens]
+            state["model"]["vocab"] = {token: number for token, number in state["model"]["vocab"].items() if token not in tokens}
+
+        edited(folder, change)
+
+    return without
+
+
 def cut_off(folder: Path) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[: len(data) * 2 // 3])
@@ -184,6 +195,8 @@ CASES = [
     ("dense", empty, ["tokenizer", COPY]),
     ("dense", of_unreal_words, ["reads plain sentences", "as unknown tokens", COPY]),
     *((kind, larger, ["its tokenizer has ids up to", "resize_token_embeddings"]) for kind in ("dense", "cross", "gliner", "gliclass")),
+    ("dense", lacking("[UNK]"), ["has no [UNK], which the model needs", COPY]),
+    ("dense", lacking("[CLS]", "[SEP]"), ["has no token with the id", "which the model needs", COPY]),
     ("cross", without_markers, ["puts no special token before a text", COPY]),
     *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense", "gliner")),
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),

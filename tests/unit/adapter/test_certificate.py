@@ -65,8 +65,7 @@ def oracle(folder: Path, ids: list[int]) -> list[float]:
 
 def made(folder: Path) -> ModelEntry:
     """A folder as sentence-transformers lays it out, with its entry: digests, prompts and golden vectors of the good model."""
-    toys.save(folder, "bert")
-    toys.save_tokenizer(folder, marked=True)
+    toys.save(folder, "bert", marked=True)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
@@ -169,8 +168,7 @@ def test_an_instruction_takes_the_place_of_a_stored_prompt(copy: ModelEntry) -> 
 
 def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
     """W5: it would be made up."""
-    folder = toys.save(tmp_path / "cross", "bert", auto=AutoModelForSequenceClassification, num_labels=1)
-    toys.save_tokenizer(folder, marked=True)
+    folder = toys.save(tmp_path / "cross", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     entry = toys.entry(folder, family="cross-encoder", outputs={"score": 0})
     found = loader().load(resolved(entry)).certificate
     assert found["packed"]["score"] >= 0.9999

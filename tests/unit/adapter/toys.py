@@ -60,8 +60,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 PADDED = ("mpnet", "deberta-v2")
 
 
-def save(folder: Path, kind: str, *, seed: int = 0, auto: Any = AutoModel, **changes: Any) -> Path:
-    """A random model of `kind` with its tokenizer, as a folder. `auto`: the class that makes it, with a head or without."""
+def save(folder: Path, kind: str, *, seed: int = 0, auto: Any = AutoModel, marked: bool = False, **changes: Any) -> Path:
+    """A random model of `kind` with its tokenizer, as a folder. `auto`: the class that makes it, with a head or without. `marked`: see
+    `save_tokenizer`."""
     config = CONFIG_MAPPING[kind.split()[0]](**{**CONFIGS[kind], **changes})
     torch.manual_seed(seed)
     model = auto.from_config(config)
@@ -70,7 +71,7 @@ def save(folder: Path, kind: str, *, seed: int = 0, auto: Any = AutoModel, **cha
             if parameter.ndim == 1:  # biases and norms, which a default initialisation leaves neutral
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0))
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, marked=marked)
     return folder
 
 
