@@ -158,7 +158,7 @@ async def pool_not_found(place: Place) -> list[Heard]:
 
 async def not_found(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway()
-    paths = ("/v1/chat/completions", "/v1/embed", "/vertex", "/invocations", "/v1/jobs", "/v1/jobs/a", "/nope")
+    paths = ("/v1/chat/completions", "/vertex", "/invocations", "/v1/jobs", "/v1/jobs/a", "/nope")
     asked = [await gateway.client.request(method, path) for path in paths for method in ("GET", "POST")]
     return [("native", response) for response in [*asked, await gateway.client.get("/v1/scaling/nope")]]
 
@@ -555,7 +555,7 @@ MALFORMED = {
     "two lengths": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
     "no chunk": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     "a large head": b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
-    "an announced body that is too large": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: a\r\ncontent-length: 300000000\r\n\r\n",
+    "an announced body that is too large": b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000000\r\n\r\n",
 }
 
 
@@ -586,7 +586,7 @@ TEI_REFUSED: tuple[tuple[str, Any, int, str, str], ...] = (
     ("/embed", {"inputs": "a" * 600, "truncate": False}, 422, "Validation", "input_too_long"),
     ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation", "too_many_items"),
     ("/embed", {"inputs": [1, -1]}, 422, "Tokenizer", "bad_token_id"),
-    ("/embed", {"inputs": "a", "model": "toy/score"}, 424, "Backend", "unsupported_task"),
+    ("/embed", {"inputs": "a", "model": "toy/score"}, 424, "Backend", "unsupported_output"),
     ("/predict", {"inputs": "a", "model": ONE}, 424, "Backend", "unsupported_task"),
     ("/embed_sparse", {"inputs": "a", "model": ONE}, 424, "Backend", "unsupported_output"),
     ("/predict", {"inputs": "a"}, 400, "Validation", "model_required"),

@@ -152,11 +152,11 @@ def test_the_public_surface_of_the_sdk() -> None:
     assert sie_sdk.__all__ == [
         "AllItemsFailedError", "AuthenticationError", "BundleConflictError", "Capacity", "ConflictError", "ContentConflictError",
         "EncodeResult", "ExtractResult", "IdempotencyMismatchError", "InferenceError", "InternalServerError", "InvalidInputError", "Item",
-        "LoraLoadFailedError", "LoraLoadingError", "MethodNotAllowedError", "ModelLoadFailedError", "ModelLoadingError",
+        "ItemUsage", "LoraLoadFailedError", "LoraLoadingError", "MethodNotAllowedError", "ModelLoadFailedError", "ModelLoadingError",
         "ModelNotFoundError", "NotFoundError", "NotReadyError", "PayloadTooLargeError", "PermissionDeniedError", "Pool",
         "PoolConflictError", "PoolNotFoundError", "PoolOperationForbiddenError", "Progress", "ProvisioningError", "QueueFullError",
-        "QueueUnavailableError", "Ranked", "RateLimitedError", "RequestError", "RequestTimeoutError", "ResourceExhaustedError",
-        "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ScoreResult", "ServerError", "ShuttingDownError",
+        "QueueUnavailableError", "Ranked", "RateLimitedError", "RequestError", "RequestTimeoutError", "ResourceExhaustedError", "Results",
+        "SIEAsyncClient", "SIEClient", "SIEConnectionError", "SIEError", "ScoreResult", "ServerError", "ShuttingDownError", "Usage",
         "ValidationFailedError", "__version__", "maxsim",
     ]  # fmt: skip
     public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
