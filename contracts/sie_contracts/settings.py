@@ -383,7 +383,7 @@ class Settings:
     pool: str = _row("_default", "SIE_POOL", "sidecar gateway", ("1 to 63 letters, digits, _ or -", _pool), "Pool of the worker, part of stream and subject names.")
     bundle: str = _row("default", "SIE_BUNDLE", "sidecar adapter", LABEL, "Bundle that this worker serves. An adapter that lacks what the bundle says is installed does not start.")
     ipc_socket_path: str = _row("/tmp/sie-ipc.sock", "SIE_IPC_SOCKET_PATH", "sidecar adapter", ("an absolute path of at most 100 bytes", _socket_path), "Socket between sidecar and adapter, mode 0600.")  # noqa: S108
-    max_concurrent_batches: int = _row(4, "SIE_MAX_CONCURRENT_BATCHES", "sidecar", _whole(1, 64), "Batches that the sidecar may have in progress.")
+    max_concurrent_batches: int = _row(4, "SIE_MAX_CONCURRENT_BATCHES", "sidecar", _whole(1, 64), "Batches that the sidecar may have at the adapter, of all models together. Lanes of the device and SIE_RUST_PIPELINE_DEPTH may bound them further.")
     ipc_pool_size: int | None = _row(None, "SIE_IPC_POOL_SIZE", "sidecar", _whole(1), "Connections to the adapter for batches; one more carries control. Default: SIE_MAX_CONCURRENT_BATCHES.")
     worker_metrics_port: int = _row(9095, "SIE_WORKER_METRICS_PORT", "sidecar", PORT, "Port of the sidecar's /metrics, /healthz and /readyz. 0 picks a free one, as `sie serve` does unless it is told another.")
     worker_id: str | None = _row(None, "SIE_WORKER_ID", "sidecar", LABEL, "Stable id in logs, results and health. Default: the pod's host name, else a UUID.")
