@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,9 @@ class Engine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                _logger.exception("loading the LoRA %s failed", lora[:200])
+                # its name may be a client's, and the message of the exception may have it
+                trace = "".join(traceback.format_tb(error.__traceback__))
+                _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 cause = "the device has too little memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
                 raise lora_failed(lora, cause) from error
 

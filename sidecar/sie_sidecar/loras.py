@@ -72,7 +72,7 @@ class Loras:
         key = (hosted.name, name)
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name=f"lora:{name[:200]}")
+            load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
             load.add_done_callback(lambda task: task.cancelled() or task.exception())  # its waiters may have gone by then
         return load
 

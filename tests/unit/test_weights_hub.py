@@ -22,7 +22,7 @@ from sie_adapter.weights import LocalCache, Progress, WeightSources
 from sie_adapter.weights.cluster import ClusterCache
 from sie_adapter.weights.hub import commit_of
 from sie_adapter.weights.ranged import Limits
-from sie_contracts.catalogue import LoadOptions, ModelEntry, Profile, Weights
+from sie_contracts.catalogue import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 from sie_contracts.runtime.process import configure_logging
 from sie_contracts.weights import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
@@ -387,6 +387,29 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
     for wanted in ("org/nothing", "no name", "../x", "org/lora@main/../.."):
         with pytest.raises(LoraLoadFailed):
             sources.locate_lora(wanted, entry(), None)
+
+
+@pytest.mark.parametrize("fault", ["", "damaged", "listed by name"])
+def test_the_name_of_a_client_s_lora_is_in_no_log(hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+    """While it is fetched, asked for again, and removed; one that the entry names is told by its name."""
+    caplog.set_level(logging.WARNING, "httpx2")  # as processes have it
+    caplog.set_level(logging.INFO, "sie")
+    for name in ("canary/lora", "org/of-the-entry"):
+        hub.repositories[name] = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
+    hub.wrong = Counter({"adapter_model.safetensors": 1} if fault == "damaged" else {})
+    hub.lists_only_names = fault == "listed by name"
+    sources = WeightSources(tmp_path, True)
+    sources.locate_lora(f"canary/lora@{COMMIT}", entry(), None).lease.close()  # type: ignore[union-attr]
+    with pytest.raises(LoraLoadFailed):
+        sources.locate_lora("canary/nothing", entry(), None)
+    cache = LocalCache(tmp_path)
+    assert cache.told("canary/lora", COMMIT) == "a LoRA"
+    (cache.place("canary/lora", COMMIT) / MANIFEST).write_bytes(b"no manifest")
+    cache.manifest("canary/lora", COMMIT)
+    assert "fetched a LoRA of a client (" in caplog.text
+    assert "canary" not in caplog.text
+    sources.locate_lora(f"org/of-the-entry@{COMMIT}", entry(run=RunDefaults(lora=f"org/of-the-entry@{COMMIT}")), None)
+    assert "org/of-the-entry" in caplog.text
 
 
 def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(hub: HubStub, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import msgspec
 from sie_adapter.weights import durable, found
 from sie_adapter.weights.locks import Lock, taken
 from sie_adapter.weights.progress import Progress
-from sie_adapter.weights.selection import Wanted, common
+from sie_adapter.weights.selection import LORA_FILES, Wanted, common
 from sie_contracts.messages import Fetched
 from sie_contracts.weights import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode, verify
 
@@ -112,6 +112,10 @@ class LocalCache:
             return found.judged(self.hub, repository, revision)
         return "; ".join(verify(folder, manifest, digests=False))
 
+    def told(self, repository: str, revision: str) -> str:
+        """What logs call a snapshot. The name of a LoRA may be a client's."""
+        return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
+
     def manifest(self, repository: str, revision: str) -> Manifest | None:
         """The manifest of a snapshot; None without one, and if it is not that of this snapshot. Says nothing of the files."""
         try:
@@ -119,7 +123,7 @@ class LocalCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ManifestError as error:
-            _logger.warning("%s in the local cache: %s", f"{repository}@{revision}", error)
+            _logger.warning("%s in the local cache: %s", self.told(repository, revision), error)
             return None
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 

@@ -137,18 +137,19 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
     for candidate in going:
         if not is_above():
             return
+        told = cache.told(candidate.repository, candidate.revision)
         if _removed(cache, candidate):
-            _logger.warning(
-                "removed %s@%s from the local cache, last used %.0f min ago: %s",
-                candidate.repository, candidate.revision, (time.time() - candidate.used_s) / 60, why,
-            )  # fmt: skip
+            minutes = (time.time() - candidate.used_s) / 60
+            _logger.warning("removed %s from the local cache, last used %.0f min ago: %s", told, minutes, why)
 
 
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
     except OSError as error:  # another user's: the next one may go
-        _logger.warning("%s@%s could not be removed from the local cache: %s", candidate.repository, candidate.revision, error)
+        told = cache.told(candidate.repository, candidate.revision)
+        why = error.strerror or type(error).__name__  # without the path, which has its name
+        _logger.warning("%s could not be removed from the local cache: %s", told, why)
         return False
 
 

@@ -61,11 +61,11 @@ def hub_fetch(repository: str, revision: str, wanted: Wanted) -> Fetch:
     return functools.partial(_fetch, repository, revision, wanted)
 
 
-def commit_of(repository: str, revision: str | None = None) -> str:
-    """The commit that a branch or tag is now; without one, the main branch. Raises FetchFailed."""
+def commit_of(repository: str, revision: str | None = None, *, what: str = "") -> str:
+    """The commit that a branch or tag is now; without one, the main branch. `what` names it in logs and errors. Raises FetchFailed."""
     from huggingface_hub import HfApi, constants
 
-    what = f"{repository}@{revision}" if revision else repository
+    what = what or (f"{repository}@{revision}" if revision else repository)
     with _classed(what):
         wait_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
         sha = _tried(lambda: HfApi().model_info(repository, revision=revision, timeout=wait_s).sha, what)
@@ -85,13 +85,13 @@ class _File:
 
 
 def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progress: Progress) -> Manifest:
-    what = f"{repository}@{revision}"
+    what = progress.what
     with _classed(what):
-        found = _siblings(repository, revision)
+        found = _siblings(repository, revision, what)
         names = [sibling.rfilename for sibling in found]
         if unsafe := next((name for name in names if wanted(name) and not is_safe(name)), None):
             raise FetchFailed("INCOMPATIBLE", f"{what} has a file {unsafe[:200]!r}, which does not lie below the folder of its snapshot")
-        files = [_file(repository, revision, sibling) for sibling in found if wanted(sibling.rfilename)]
+        files = [_file(repository, revision, sibling, what) for sibling in found if wanted(sibling.rfilename)]
         if not files:
             raise FetchFailed("INCOMPATIBLE", f"{what} has none of the files that a model of its kind needs")
         facts = _Download(repository, revision, folder, progress).all(files)
@@ -99,7 +99,7 @@ def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progres
     return Manifest(repository, revision, facts, left_out, "hub")
 
 
-def _siblings(repository: str, revision: str) -> list[RepoSibling]:
+def _siblings(repository: str, revision: str, what: str) -> list[RepoSibling]:
     """The files of a commit, in one answer."""
     from huggingface_hub import HfApi, constants
 
@@ -107,17 +107,17 @@ def _siblings(repository: str, revision: str) -> list[RepoSibling]:
         wait_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
         return HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=wait_s).siblings or []
 
-    return _tried(asked, f"{repository}@{revision}")
+    return _tried(asked, what)
 
 
-def _file(repository: str, revision: str, sibling: RepoSibling) -> _File:
+def _file(repository: str, revision: str, sibling: RepoSibling, what: str) -> _File:
     """What the listing says of a file; where a mirror leaves its size out, what the file's own headers say."""
     from huggingface_hub import get_hf_file_metadata
 
     name = sibling.rfilename
     if sibling.size is not None:
         return _File(name, sibling.size, sibling.lfs.sha256 if sibling.lfs else "", "" if sibling.lfs else sibling.blob_id or "")
-    metadata = _tried(lambda: get_hf_file_metadata(_url(repository, revision, name)), f"{repository}@{revision}: {name}")
+    metadata = _tried(lambda: get_hf_file_metadata(_url(repository, revision, name)), f"{what}: {name}")
     if metadata.size is None:
         raise FetchFailed("INCOMPATIBLE", f"{repository}@{revision}: the hub does not tell the size of {name}")
     etag = metadata.etag or ""
@@ -135,7 +135,7 @@ class _Download:
 
     def __init__(self, repository: str, revision: str, folder: Path, progress: Progress) -> None:
         self._repository, self._revision, self._folder, self._progress = repository, revision, folder, progress
-        self._what = f"{repository}@{revision}"
+        self._what = progress.what
         self._failed = threading.Event()
 
     def all(self, files: list[_File]) -> dict[str, FileFact]:

@@ -63,7 +63,7 @@ class Reading:
     """Reads of the files of a snapshot below `prefix`."""
 
     def __init__(self, store: ObjectStore, prefix: str, manifest: Manifest, progress: Progress, limits: Limits) -> None:
-        self.what = f"{manifest.repository}@{manifest.revision}"
+        self.what = progress.what
         self.manifest, self.progress = manifest, progress
         self._store, self._prefix, self._limits = store, prefix, limits
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import logging
 import os
@@ -230,7 +231,7 @@ class WeightSources:
             return Located(root / name)
         repository, _, revision = name.partition("@")
         try:
-            return self._lora(repository, revision)
+            return self._lora(repository, revision, "" if is_named else private_name(name))
         except ManifestError as error:
             raise lora_rejected(name, "it is neither a folder nor the name of a hub repository") from error
         except FetchFailed as error:
@@ -238,10 +239,10 @@ class WeightSources:
             made = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(error.error_class, lora_failed)
             raise made(name, f"not in the local cache; {error.message}{allowed}") from error
 
-    def _lora(self, repository: str, revision: str) -> Located:
-        """Raises FetchFailed, ManifestError."""
-        commit = revision if _is_commit(revision) else self._lora_commit(repository, revision)
-        lease, what = self.cache.lease(repository, commit), f"{repository}@{commit}"
+    def _lora(self, repository: str, revision: str, private: str) -> Located:
+        """`private` is what logs call it in place of its name, where that is a client's. Raises FetchFailed, ManifestError."""
+        commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
+        lease, what = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
         if (folder := self._whole_lora(repository, commit)) is not None:
             return Located(folder, lease)
         failed: FetchFailed | None = None
@@ -253,7 +254,8 @@ class WeightSources:
                         return Located(folder, lease)
             except FetchFailed as error:
                 failed = error
-                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)  # the next source may have it
+                why = error.error_class if private else error.message
+                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)  # the next source may have it
         untold = self.cache.place(repository, commit)
         fits = _has_lora(untold) and not self.cache.why_not(repository, commit)
         if not self.may_download:
@@ -274,7 +276,7 @@ class WeightSources:
         folder = self.cache.find(repository, commit, of_lora)
         return folder if folder is not None and _has_lora(folder) else None
 
-    def _lora_commit(self, repository: str, branch: str) -> str:
+    def _lora_commit(self, repository: str, branch: str, private: str) -> str:
         """The commit that stands for a branch: what the hub's client last found, else the only one in the cache, else what the hub says."""
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
@@ -287,7 +289,7 @@ class WeightSources:
             return present[0]
         if not self.may_download:
             raise FetchFailed("NOT_FOUND", f"no commit of {repository} is known")
-        return commit_of(repository, branch or None)
+        return commit_of(repository, branch or None, what=private)
 
 
 def package_folder(package: str) -> Path | None:
@@ -298,6 +300,11 @@ def package_folder(package: str) -> Path | None:
         return None
     folders = (Path(str(file.locate())).parent for file in files if file.name == "config.json")
     return next((folder for folder in folders if has_safetensors(folder)), None)
+
+
+def private_name(lora: str) -> str:
+    """What logs call a LoRA that a client named: the same for the same name, which cannot be read from it."""
+    return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
 def named_loras(entry: ModelEntry) -> set[str]:
