@@ -23,6 +23,7 @@ STALL_S, UNKNOWN_STALL_S = 1.0, 5.0  # without a result for so long the queue ma
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
 MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
+FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
 SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
 RECENT_BATCHES = 16  # to which a late result of the same batch is added
 
@@ -169,5 +170,6 @@ class Drain:
         batches = (ahead + cost) / size
         stalled_s = silent_s if silent_s > max(STALL_S, STALL_BATCHES * longest_s) else 0.0
         least_s = max(0.0, batches * seconds - spent_s)
-        likely_s = (batches + 1) * seconds - spent_s
+        whole = math.ceil(batches) if batches < FEW_BATCHES else batches
+        likely_s = (whole + 1) * seconds - spent_s
         return Wait(least_s, likely_s, stalled_s, self._evidence, size / seconds, seconds)

@@ -6,7 +6,8 @@ Rules of `judge`, in this order:
 2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses nobody. Up to the
    floor of work the doubt is larger.
 3. A queue that stands still for longer than the budget refuses.
-4. Clients that were refused have turns (`turns`). While they are expected, others are let in up to TURN_SHARE of their budget.
+4. Clients that were refused have turns (`turns`). While they are expected, others are let in up to TURN_SHARE of their budget, or as much
+   as keeps the workers busy.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from sie_gateway.turns import Turns
 from sie_gateway.window import BatchTimes, Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
-DOUBT, FLOOR_DOUBT = 1.0, 4.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
-TURN_SHARE = 0.5  # of a budget: ahead of those who are let in while others have a turn
-TURN_PACE = 0.75  # of what leaves the queue: the part that turns are given for; clients without one have the rest
+DOUBT, FLOOR_DOUBT = 1.0, 2.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
+TURN_SHARE = 0.25  # of a budget: ahead of those who are let in while others have a turn
+BUSY_BATCHES = 3.0  # of wait are always let in, so that the workers have no pause
+TURN_PACE = 0.6  # of what leaves the queue: the part that turns are given for; clients without one have the rest
 STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
-TURN_AHEAD = 0.25  # of a budget: ahead of a client when its turn comes
 
 
 class Refusal(NamedTuple):
@@ -144,15 +145,15 @@ class Place:
         believed = MARGIN * wait.evidence / (wait.evidence + (FLOOR_DOUBT if ahead <= floor else DOUBT))
         is_turn = promised > 0 and self.turns.claim(now_s, client())
         if wait.stalled_s + believed * wait.likely_s <= budget_s:
-            if not promised or is_turn or wait.likely_s <= TURN_SHARE * budget_s:
+            if not promised or is_turn or wait.likely_s <= max(TURN_SHARE * budget_s, BUSY_BATCHES * wait.batch_s):
                 return None
             if believed * self.wait(now_s, ahead + promised, cost).likely_s <= budget_s:
                 return None
-        return self._refusal(wait, ahead + (promised + cost) / TURN_PACE, budget_s)
+        return self._refusal(wait, ahead + (promised + cost) / TURN_PACE)
 
-    def _refusal(self, wait: Wait, ahead: float, budget_s: float) -> Refusal:
-        turn_s = ahead / wait.rate - TURN_AHEAD * budget_s if wait.rate else 0.0
-        return Refusal(wait.likely_s + wait.stalled_s, max(0.0, STALL_TURN * wait.stalled_s + turn_s), bool(wait.stalled_s))
+    def _refusal(self, wait: Wait, ahead: float) -> Refusal:
+        turn_s = ahead / wait.rate if wait.rate else 0.0
+        return Refusal(wait.likely_s + wait.stalled_s, STALL_TURN * wait.stalled_s + turn_s, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
         """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of the wait when they
@@ -193,7 +194,7 @@ class Place:
         gone = sum(entered.cost for entered, _ in late)
         stays = self.window.tokens + sum(self.window.waiting_tokens().values()) - gone
         for entered, wait in late:
-            yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / TURN_PACE, 0.0)
+            yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / TURN_PACE)
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
