@@ -1,0 +1,268 @@
+"""What three choices of the adapter cost, each beside its alternative, in rounds that alternate.
+
+    python bench/rulings.py [transforms] [processes] [lengths] [--rounds 5]
+
+transforms   normalise, quantise and MUVERA in the lane, after the forward pass, against in a pool of threads while the lane goes on
+processes    one process with a lane per core for all models, against a process per model, each with a lane per core
+lengths      time of a token by the length of its text: what the squared part of attention is of it
+
+all-MiniLM-L6-v2 in bfloat16, the product's own functions, one torch thread per lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine import BATCH_TOKENS, CORES, model_folder
+from report import Report
+
+BATCH, LENGTH, BATCHES = 16, 32, 16
+MODELS = 4
+
+
+def cpu() -> str:
+    names = {line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+    return f"{CORES} cores of {', '.join(sorted(names)) or 'an unnamed processor'}"
+
+
+# transforms
+
+
+def forward() -> Callable[[], Any]:
+    """A forward pass over BATCH texts of LENGTH tokens: hidden states, float32 [BATCH, LENGTH, 384]."""
+    import torch
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(model_folder(), dtype=torch.bfloat16).eval()
+    ids = torch.randint(1000, 20_000, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()
+
+    return run
+
+
+def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    import torch
+
+    from sie_adapter import answers
+    from sie_contracts.messages import RunOptions
+    from sie_contracts.muvera import Muvera
+
+    torch.set_num_threads(1)
+    passed = forward()
+    kinds = {
+        "normalise": RunOptions(outputs=("dense",)),
+        "int8": RunOptions(outputs=("dense",), dtype="int8"),
+        "binary": RunOptions(outputs=("dense",), dtype="binary"),
+        "token vectors, float16": RunOptions(outputs=("multivector",), dtype="float16"),
+        "MUVERA": RunOptions(outputs=("dense",), muvera=Muvera()),
+    }
+
+    def transform(hidden: Any, kind: RunOptions) -> None:
+        with torch.inference_mode():
+            answers.vectors(kind, {"dense": list(hidden.mean(1)), "multivector": list(hidden)})
+
+    def run(kind: RunOptions, pool: ThreadPoolExecutor | None) -> tuple[float, float]:
+        """Texts a second, and the median time from the begin of a pass to its answer."""
+        took_s: list[float] = []
+
+        def lane() -> None:
+            torch.set_num_threads(1)  # it is each thread's own
+            pending: list[Future[None]] = []
+            for _ in range(BATCHES // CORES):
+                begun_s = time.perf_counter()
+                hidden = passed()
+                if pool is None:
+                    transform(hidden, kind)
+                    took_s.append(time.perf_counter() - begun_s)
+                else:
+                    done = pool.submit(transform, hidden, kind)
+                    done.add_done_callback(lambda _, begun_s=begun_s: took_s.append(time.perf_counter() - begun_s))  # type: ignore[misc]
+                    pending.append(done)
+            for each in pending:
+                each.result()
+
+        begun_s = time.perf_counter()
+        lanes = [threading.Thread(target=lane) for _ in range(CORES)]
+        for each in lanes:
+            each.start()
+        for each in lanes:
+            each.join()
+        return BATCH * (BATCHES // CORES * CORES) / (time.perf_counter() - begun_s), statistics.median(took_s)
+
+    say(f"## Transforms: in the lane or in a pool\n\n{CORES} lanes, {BATCH} texts of {LENGTH} tokens a batch, a pool of {CORES} threads.\n")
+    say("| transform | alone, ms a batch | lane, texts/s | pool, texts/s | pool beside lane | lane, ms to the answer | pool, ms |")
+    say("|---" * 7 + "|")
+    with ThreadPoolExecutor(CORES, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for name, kind in kinds.items():
+            hidden = passed()
+            begun_s = time.perf_counter()
+            for _ in range(10):
+                transform(hidden, kind)
+            alone_ms = (time.perf_counter() - begun_s) * 100
+            rounds = [(run(kind, None), run(kind, pool)) for _ in range(options.rounds)]
+            inline, apart = ([each[side] for each in rounds] for side in (0, 1))
+            (lane, lane_s), (pooled, pooled_s) = (tuple(map(statistics.median, zip(*each, strict=True))) for each in (inline, apart))
+            figures = f"{alone_ms:.1f} | {lane:.0f} | {pooled:.0f} | {pooled / lane - 1:+.1%} | {1000 * lane_s:.0f} | {1000 * pooled_s:.0f}"
+            say(f"| {name} | {figures} |")
+    say("")
+
+
+# processes
+
+
+def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
+    import yaml
+
+    from sie_adapter.engine import Engine, prepare_process
+    from sie_contracts.catalogue import packaged_folder, parse_entry
+    from sie_contracts.settings import Settings
+
+    prepare_process()
+    made = Engine(Settings(device="cpu", default_compute_precision="bfloat16"))
+    entry = parse_entry(yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text()))
+    for model in models:
+        made.residency.ensure(model, entry, "default", ())
+    return made, entry
+
+
+def serve(models: list[str], pipe: Any) -> None:
+    """Run as many batches of each model as asked for, in turn; say how much memory is this process's own."""
+    from sie_adapter.lanes import Job
+    from sie_contracts.ipc import Group, RunBatch
+
+    made, _ = engine_of(models, CORES)
+    ids = np.random.default_rng(0).integers(1000, 20_000, BATCH * LENGTH).astype("<i4").tobytes()
+    lengths = np.full(BATCH, LENGTH, "<i4").tobytes()
+    pipe.send(psutil.Process().memory_full_info().pss)
+    while counts := pipe.recv():
+        jobs = []
+        for turn in range(max(counts.values())):
+            for model in models:
+                if turn < counts[model]:
+                    jobs.append(Job(RunBatch("b", model, "encode", lengths, ids, (Group(0, BATCH),)), lambda reply: None))
+                    made.lanes.submit(jobs[-1])
+        for job in jobs:
+            job.finished.wait()
+        pipe.send(psutil.Process().memory_full_info().pss)
+    made.stop(10.0)
+
+
+class Served:
+    """Processes with these models each."""
+
+    def __init__(self, groups: list[list[str]]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._groups, self._pipes, self._processes = groups, [], []
+        begun_s = time.perf_counter()
+        for models in groups:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(models, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.pss = sum(pipe.recv() for pipe in self._pipes)
+        self.started_s = time.perf_counter() - begun_s
+
+    def run(self, counts: dict[str, int]) -> float:
+        """Texts a second."""
+        begun_s = time.perf_counter()
+        every = zip(self._pipes, self._groups, strict=True)
+        used = [(pipe, models) for pipe, models in every if any(counts[model] for model in models)]
+        for pipe, models in used:
+            pipe.send({model: counts[model] for model in models})
+        sizes = [pipe.recv() for pipe, _ in used]
+        self.pss = max(self.pss, sum(sizes))
+        return BATCH * sum(counts.values()) / (time.perf_counter() - begun_s)
+
+    def stop(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(30)
+
+
+def processes(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    names = [f"mini-{number}" for number in range(MODELS)]
+    one, each = Served([names]), Served([[name] for name in names])
+    traffic = {"equal": [4, 4, 4, 4], "one hot model": [13, 1, 1, 1], "one model alone": [16, 0, 0, 0]}
+    say(f"## One process for {MODELS} models, or one each\n\n{BATCH} texts of {LENGTH} tokens a batch, {CORES} lanes in every process.\n")
+    say("| traffic | one process, texts/s | a process each, texts/s | each beside one |\n|---|---|---|---|")
+    for name, shares in traffic.items():
+        counts = dict(zip(names, shares, strict=True))
+        rounds = [(one.run(counts), each.run(counts)) for _ in range(options.rounds + 1)][1:]
+        ours, theirs = (statistics.median(side) for side in zip(*rounds, strict=True))
+        say(f"| {name} | {ours:.0f} | {theirs:.0f} | {theirs / ours - 1:+.1%} |")
+    figures = (f"{served.pss / 2**20:.0f} MiB, ready after {served.started_s:.1f} s" for served in (one, each))
+    say("\nMemory (proportional set size) and start: one process {}; a process each {}.\n".format(*figures))
+    for served in (one, each):
+        served.stop()
+
+
+# lengths
+
+
+def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    from sie_adapter.lanes import Job
+    from sie_contracts.ipc import Group, RunBatch
+
+    made, entry = engine_of(["mini"], 1)
+    width = entry.outputs["dense"]
+    rng, found = np.random.default_rng(0), dict[int, list[float]]()
+    sizes = [size for size in (16, 32, 64, 128, 256, 512) if size <= entry.max_tokens]
+    for _ in range(options.rounds + 1):
+        for size in sizes:
+            count = BATCH_TOKENS // size
+            ids = rng.integers(1000, 20_000, count * size).astype("<i4").tobytes()
+            message = RunBatch("b", "mini", "encode", np.full(count, size, "<i4").tobytes(), ids, (Group(0, count),))
+            job = Job(message, lambda reply: None)
+            begun_s = time.perf_counter()
+            made.lanes.submit(job)
+            job.finished.wait()
+            found.setdefault(size, []).append((time.perf_counter() - begun_s) / BATCH_TOKENS * 1e6)
+    made.stop(10.0)
+    cost = {size: statistics.median(each[1:]) for size, each in found.items()}
+    base = min(cost.values())
+    say(f"## Time of a token by the length of its text\n\n{BATCH_TOKENS} tokens a batch. Operations: 1 + length / (6 x {width}).\n")
+    say("| tokens of a text | us a token | beside the cheapest | by operations, beside 16 tokens |\n|---|---|---|---|")
+    for size in sizes:
+        counted = (1 + size / (6 * width)) / (1 + sizes[0] / (6 * width))
+        say(f"| {size} | {cost[size]:.0f} | {cost[size] / base - 1:+.0%} | {counted - 1:+.0%} |")
+    say("")
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Callable[[str], None]], None]] = {
+    "transforms": transforms, "processes": processes, "lengths": lengths,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[*PARTS], help=", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the report here as well")
+    options = parser.parse_args()
+    say = Report()
+    say(f"# Choices of the adapter, measured\n\n`python bench/rulings.py`, {cpu()}, {options.rounds} rounds; medians.\n")
+    for name in options.parts:
+        PARTS[name](options, say)
+    say.save(options.out)
+
+
+if __name__ == "__main__":
+    main()
