@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
 
-.PHONY: install serve test test-precision test-system test-long lint docs bench bench-queue chaos clean
+.PHONY: install serve test test-precision test-system test-long lint audit docs bench bench-queue chaos clean
 
 install: $(VENV)/.installed
 
@@ -53,6 +53,10 @@ test-long: install $(CLIENTS)/.installed
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# the pinned versions against advisories in the OSV format, such as a copy of PyPA's advisory-database; asks no network
+audit: install
+	$(BIN)/python tests/audit.py $(ADVISORIES)
 
 docs: install
 	set -e; for page in api errors metrics settings; do $(BIN)/python tests/$${page}_page.py; done

@@ -1,0 +1,102 @@
+"""Which versions of constraints.txt have known vulnerabilities, by a folder of advisories in the OSV format, as OSV and PyPA publish them.
+
+    python tests/audit.py ADVISORIES
+
+Nothing is asked of any network. Without a folder it says so and ends with status 0; with findings with status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+
+
+def pinned(text: str) -> dict[str, Version]:
+    """The versions by canonical name. Raises ValueError for a line that pins nothing."""
+    found: dict[str, Version] = {}
+    for line in text.splitlines():
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        requirement = Requirement(line)
+        pins = [each.version for each in requirement.specifier if each.operator == "=="]
+        if len(pins) != 1:
+            raise ValueError(f"{line}: expected one version, pinned by ==")
+        found[canonicalize_name(requirement.name)] = Version(pins[0])
+    return found
+
+
+def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """All that the folder has, at any depth, as JSON or YAML. Raises ValueError where there is none: an empty folder proves nothing."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".json", ".yaml", ".yml"))
+    if not files:
+        raise ValueError(f"{folder} has no advisories")
+    for file in files:
+        text = file.read_text("utf-8")
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if isinstance(found, dict) and "affected" in found and not found.get("withdrawn"):
+            yield found
+
+
+def is_affected(affected: Mapping[str, Any], version: Version) -> bool:
+    """Whether a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to `last_affected`."""
+    if any(_version(each) == version for each in affected.get("versions") or ()):
+        return True
+    ranges = [each for each in affected.get("ranges") or () if each.get("type") == "ECOSYSTEM"]
+    return any(_is_within(each["events"], version) for each in ranges)
+
+
+def _is_within(events: list[Mapping[str, str]], version: Version) -> bool:
+    inside = False
+    for event in events:  # in order of their versions, as the format wants them
+        ((kind, text),) = event.items()
+        at = Version("0") if text == "0" else _version(text)
+        if at is None:
+            continue
+        if kind == "introduced" and version >= at:
+            inside = True
+        elif (kind == "fixed" and version >= at) or (kind == "last_affected" and version > at):
+            inside = False
+    return inside
+
+
+def _version(text: str) -> Version | None:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None
+
+
+def findings(pins: Mapping[str, Version], found: Iterator[Mapping[str, Any]]) -> list[str]:
+    """A line for each advisory that a pinned version is in."""
+    told = []
+    for advisory in found:
+        for affected in advisory["affected"]:
+            package = affected.get("package") or {}
+            version = pins.get(canonicalize_name(package.get("name", "")))
+            if package.get("ecosystem") == "PyPI" and version is not None and is_affected(affected, version):
+                told.append(f"{package['name']}=={version}: {advisory['id']} {advisory.get('summary', '')}".strip())
+    return sorted(set(told))
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or not Path(arguments[0]).is_dir():
+        print("no audit: no folder of advisories is at hand (make audit ADVISORIES=folder)")
+        return 0
+    told = findings(pinned(CONSTRAINTS.read_text("utf-8")), advisories(Path(arguments[0])))
+    print("\n".join(told) or "no pinned version has a known vulnerability")
+    return 1 if told else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
