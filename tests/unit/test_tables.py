@@ -172,10 +172,10 @@ async def _exercise(brokers: list[Broker]) -> None:
     item = messages.decode_work(Path(__file__).parents[1].joinpath("contract/fixtures/work-1.msgpack").read_bytes())
     for number in range(MODELS):
         placers[0].note(LANE, [msgspec.structs.replace(item, model=f"organisation/model-{number:05}")])
-    early = Assignment(brokers[2], LANE, "w001", clock, lambda model: False, lambda model: False, lambda: None)
+    early = Assignment(brokers[2], LANE, "w001", clock, lambda model: False, lambda model: False, lambda: None, lambda: True)
     await early.start()
     await placers[0].step()
-    late = Assignment(brokers[2], LANE, "w002", clock, lambda model: False, lambda model: False, lambda: None)
+    late = Assignment(brokers[2], LANE, "w002", clock, lambda model: False, lambda model: False, lambda: None, lambda: True)
     await late.start()
     table = placers[0].table(LANE)
     assert table is not None
