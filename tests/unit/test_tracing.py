@@ -399,3 +399,16 @@ assert "sie_contracts.runtime.spans" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parents[1])], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+async def test_the_spans_of_postprocessing_add_up_to_the_stage_of_the_reply(tmp_path: Path, collector: Collector) -> None:
+    """Writing the reply at the gateway is a part of it."""
+    async with InProcess(tmp_path) as cluster:
+        gateway = await traced(cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+        answer = await gateway.encode("a")
+        spans = await until(collector, "POST encode")
+    timing = answer.json()["timing"]
+    assert timing["postprocess_time"] > 0
+    (reply,) = [span for span in spans if span.name == "reply"]
+    assert reply.attributes["sie.stage"] == "postprocess"
+    assert reply.ms == pytest.approx(timing["postprocess_time"], abs=0.002), "the fake adapter does not postprocess"
