@@ -225,7 +225,8 @@ class Site:
         ready = answers(f"{url}/readyz")
         sidecar = self._part("sidecar", f"{name} sidecar", version, ["--host", "127.0.0.1"], ready, **self._common("worker"), **own)
         listening = lambda: listens(path)  # noqa: E731
-        adapter = self._part("adapter", f"{name} adapter", version, [], listening, SIE_IPC_SOCKET_PATH=str(path), SIE_BUNDLE="default")
+        mine = {"SIE_IPC_SOCKET_PATH": str(path), "SIE_BUNDLE": "default", "SIE_MODELS_DIR": str(self._models.folder)}
+        adapter = self._part("adapter", f"{name} adapter", version, [], listening, **mine)
         return Unit("worker", version, name, [sidecar, adapter], url)
 
     @property
