@@ -36,7 +36,7 @@ test: install lint
 
 # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
 test-precision: install
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(AGAIN) $(FOLDERS) -m 'precision and not debian and not long'
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(AGAIN) $(FOLDERS) -m 'precision and not debian and not long'
 
 test-system: install
 	$(PYTEST) $(AGAIN) tests -m debian $(ARGS)

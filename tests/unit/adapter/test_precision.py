@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ ENTRY = {
     "max_tokens": 256, "run": {"pooling": "mean"}, "load": {"precision": "float32"},
     "profiles": {"bf16": {"load": {"precision": "bfloat16"}}, "half": {"load": {"precision": "float16"}}},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in an adapter: threads that wait for each other on a busy machine take minutes for a load."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
