@@ -17,11 +17,11 @@ from pages import DOCS, ELSEWHERE, README, blocks, differences, run
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The models that would be downloaded are small ones of their kinds here, under the same names."""
+    """The models that would be downloaded are small ones of their kinds here, under the same names. One of two workers may be reserved."""
     models = local_models.under(tmp_path_factory.mktemp("readme-models"))
     for kind, name in (("cross", "BAAI/bge-reranker-v2-m3"), ("gliner", "urchade/gliner_multi-v2.1")):
         models.add(kind, {**local_models.KINDS[kind](models.weights / kind), "id": name})
-    with running(tmp_path_factory.mktemp("readme"), "--no-spare", "--models-dir", str(models.folder)) as cluster:
+    with running(tmp_path_factory.mktemp("readme"), "--no-spare", "--models-dir", str(models.folder), workers=2) as cluster:
         yield cluster
 
 
@@ -61,7 +61,7 @@ def test_the_examples_of_the_client_s_page_run(cluster: Cluster) -> None:
     assert printed[1].endswith(" a 3 6"), "the tokens of an item, and of the two"
     count, of_first, of_all = map(int, [line for line in printed if line.startswith("2500 ")][-1].split())
     assert count * (of_first - 1) < of_all < count * (of_first + 4), "the tokens of one text, and of the long list"
-    assert printed[-2] == "1", "the workers of a frame"
+    assert printed[-2] == "2", "the workers of a frame"
     assert printed[-1] == "8", "vectors of the reservation"
 
 
