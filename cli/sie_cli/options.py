@@ -58,7 +58,7 @@ def named_options(*names: str) -> Callable[[F], F]:
 
 
 URL = "Of the {what}.  [{name}; default: that of the local `sie serve`]"
-_ANYWHERE = ("--url", "--data-dir", "--pool")
+_ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--data-dir", "--pool")
 
 
 def url_option(name: str, what: str) -> Callable[[F], F]:

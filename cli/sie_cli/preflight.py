@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sie_cli.display import size
 from sie_contracts import topology
-from sie_contracts.runtime.protocol import MAX_FILES, SPARE_FILES
+from sie_contracts.runtime.descriptors import SPARE_FILES, raise_limit
 from sie_contracts.settings import Settings
 
 RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
@@ -141,20 +141,16 @@ def _stream_bytes(queue_bytes: int) -> int:
 
 
 def _open_files(needs: Needs) -> Iterator[str]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))  # the processes inherit it
-        soft = most
+    soft = raise_limit()  # the processes inherit it
     requests = needs.settings.max_concurrent_requests
     wanted = requests + SPARE_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft >= wanted:
         return
-    fitting = soft - SPARE_FILES
+    fitting = int(soft) - SPARE_FILES
     fewer = f", or accept fewer requests at once: --max-concurrent-requests {fitting}" if fitting >= 1 else ""
     yield (
-        f"ulimit -n: a process may open {soft} files, and a gateway of {requests} concurrent requests needs {wanted}: raise the hard limit "
-        f"(`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={wanted} of docker, /etc/security/limits.conf){fewer}"
+        f"ulimit -n: a process may open {int(soft)} files, and a gateway of {requests} concurrent requests needs {wanted}: raise the "
+        f"hard limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={wanted} of docker, /etc/security/limits.conf){fewer}"
     )
 
 

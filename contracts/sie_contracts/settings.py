@@ -344,7 +344,7 @@ class Settings:
     adaptive_max_quantum_ms: int = _row(15, "SIE_ADAPTIVE_MAX_QUANTUM_MS", "sidecar", _whole(0), "Longest gathering of deliveries, milliseconds.")
     adaptive_target_p50_ms: float = _row(50.0, "SIE_ADAPTIVE_TARGET_P50_MS", "sidecar", _number(0, open_low=True), "Median latency that the gathering steers toward, milliseconds.")
     chunk_cost: int = _row(4096, "SIE_CHUNK_COST", "gateway", _whole(1), "Tokens per queue message: a request is split by cost into messages of about this size.")
-    bulk_max_overtakes: int = _row(4, "SIE_BULK_MAX_OVERTAKES", "sidecar gateway", _whole(0), "How often interactive batches may overtake the oldest bulk batch.")
+    bulk_max_overtakes: int = _row(4, "SIE_BULK_MAX_OVERTAKES", "sidecar", _whole(0), "How often interactive batches may overtake the oldest bulk batch.")
     key_window_tokens: int = _row(65536, "SIE_KEY_WINDOW_TOKENS", "gateway", _whole(1), "Tokens in the queue per key, lane and priority.")
     adopt_after_ms: int = _row(2000, "SIE_ADOPT_AFTER_MS", "gateway", _whole(0), "Age of a model's oldest item past which it gets one more host.")
     swap_after_ms: int = _row(1000, "SIE_SWAP_AFTER_MS", "sidecar", _whole(0), "Age of the oldest item of an absent model from which a worker swaps to it. The model that goes has been there for as long, and for as long as its load took, of which 5 s count.")

@@ -207,7 +207,7 @@ def test_muvera_by_option_by_profile_and_by_name_are_one(client: httpx.Client, *
         assert {**slot["dense"], "values": 0} == {"dims": 96, "dtype": "float32", "source": "muvera", "values": 0}
         np.testing.assert_allclose(slot["dense"]["values"], expected, atol=1e-4)
     (small,) = vectors(client, "late:muvera", [PAIRED], is_query=is_query, output_dtype="int8", output_types=["dense", "multivector"])
-    assert (small["dense"]["values"].dtype, small["dense"]["source"], set(small)) == (np.int8, "muvera", {"dense", "multivector"})
+    assert (small["dense"]["values"].dtype, small["dense"]["source"], set(small)) == (np.int8, "muvera", {"dense", "multivector", "usage"})
     np.testing.assert_allclose(small["dense"]["values"] * small["dense"]["scale"], expected, atol=float(small["dense"]["scale"]))
 
 
@@ -216,7 +216,7 @@ def test_the_defaults_of_muvera_and_what_it_refuses(client: httpx.Client) -> Non
     assert reply["muvera"] == msgspec.to_builtins(Muvera())
     assert len(reply["items"][0]["dense"]["values"]) == reply["items"][0]["dense"]["dims"] == 10240
     off = ask(client, "encode", "late:muvera", {"items": ["a"], "muvera": False})
-    assert ("muvera" in off, set(off["items"][0])) == (False, {"multivector"})
+    assert ("muvera" in off, set(off["items"][0])) == (False, {"multivector", "usage"})
     assert refusal(client, "encode", "mini", {"items": ["a"], "muvera": True}) == (400, "INVALID_INPUT", "muvera_unsupported")
     assert refusal(client, "encode", "late", {"items": ["a"], "muvera": {"repetitions": 3}}) == (400, "INVALID_INPUT", "schema")
     assert refusal(client, "encode", "sparse", {"items": ["a"], "output_types": ["dense"]})[2] == "unsupported_output"
@@ -430,7 +430,7 @@ def test_the_score_modes_of_bge_m3(client: httpx.Client) -> None:
 
 def check_slots(reply: Json) -> None:
     for index, slot in enumerate(reply["items"]):
-        assert set(slot) - {"metadata", "error"} == EXTRACTED | {"id"}
+        assert set(slot) - {"metadata", "error"} == EXTRACTED | {"id", "usage"}
         assert slot["id"] == slot.get("metadata", f"item-{index}")
         assert slot["data"] == {}
         for name in EXTRACTED - {"data"}:

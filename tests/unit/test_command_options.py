@@ -64,10 +64,10 @@ def test_where_to_look_may_be_said_before_the_command(args: list[str], moved: li
     assert behind(args) == moved
 
 
-@pytest.mark.parametrize("line", [f"--url {NOWHERE} dlq list", f"dlq --url {NOWHERE} list", f"dlq list --url {NOWHERE}"])
+@pytest.mark.parametrize("line", ["--url {} dlq list", "dlq --url {} list", "dlq --nats-url {} list", "dlq list --url {}"])
 def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.options.CONNECT_S", 0.2)
-    found = CliRunner().invoke(main, line.split())
+    found = CliRunner().invoke(main, line.format(NOWHERE).split())
     assert (found.exit_code, NOWHERE in found.output) == (2, True), found.output
 
 

@@ -367,7 +367,7 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
             if message.batch == "second":
                 prepared.set()
 
-    server = Server(mock.Mock(), Busy(), lambda: None)  # type: ignore[arg-type]  # what it needs of an engine
+    server = Server(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
     pairs = [socket.socketpair() for _ in range(2)]
     message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
     threads = [

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import re
-import resource
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +26,7 @@ from uvicorn.server import ServerState
 
 from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, SIEError
 from sie_contracts.runtime.asgi import refusal, refuse
+from sie_contracts.runtime.descriptors import max_connections
 
 MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers and trailers
 HEAD_S = 10.0
@@ -37,8 +36,6 @@ HALF_CLOSED_S = 1.0  # after its begin, a request is asked whether its client st
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between looks for the answer to that
 MAX_PIPELINED = 128  # requests sent ahead of their answers
 TELL_S = 10.0  # between lines in the log about what is refused here
-MAX_FILES = 1 << 16
-SPARE_FILES = 256  # for everything but clients
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -367,14 +364,3 @@ class Protocol(HttpToolsProtocol):
         else:
             refusals.note("a response that its client did not read")
             self.transport.abort()
-
-
-@functools.cache
-def max_connections() -> int:
-    """How many clients may be connected: what the system allows this process in open files, raised as far as may be, less SPARE_FILES."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return max(1, (MAX_FILES if soft == resource.RLIM_INFINITY else soft) - SPARE_FILES)
