@@ -51,7 +51,7 @@ def obtained(place: Place, cache: Path, limits: Limits = LIMITS, progress: Progr
     """Out of the bucket into a local cache, as a worker does it."""
     fetch = opened(place, limits).fetch(REPOSITORY, COMMIT)
     assert fetch is not None
-    return LocalCache(cache).obtain(REPOSITORY, COMMIT, fetch, "it", progress=progress)
+    return LocalCache(cache).obtain(REPOSITORY, COMMIT, fetch, f"{REPOSITORY}@{COMMIT}", progress=progress)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
