@@ -21,6 +21,7 @@ _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+MAX_REPOSITORY_CHARS = 200  # the name of its folder in a cache has at most 255 bytes
 
 Origin = Literal["hub", "cluster", "archive", "found"]
 FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKNOWN"]
@@ -90,7 +91,8 @@ def decode(data: bytes) -> Manifest:
 
 def check_names(repository: str, revision: str) -> None:
     """Raise ManifestError unless both can be parts of a path: they may come from an entry, a bucket or an archive."""
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+    is_long = len(repository) > MAX_REPOSITORY_CHARS
+    if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ManifestError(f"{revision[:200]!r} is not a revision: expected a commit, 40 hexadecimal digits")

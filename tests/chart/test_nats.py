@@ -221,7 +221,7 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
     async with contextlib.AsyncExitStack() as stack:
         brokers = {user: await stack.enter_async_context(connected(server, user)) for user in ("gateway", "worker")}
         keys = await records.open_bucket(await stack.enter_async_context(connected(server, "operator")), 1)
-        key, token = records.create("first", ("infer", "read", "pools"), now_s=time.time())
+        key, token = records.create("first", ("infer", "read", "pools", "admin"), now_s=time.time())
         await keys.write([Write(key.id, records.encode(key), 0)])
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         config = settings_of(SIE_NATS_URL=url_of(server, "config"), SIE_MODELS_DIR=str(folder), SIE_MODEL_FILTER="toy/one", **tokens)

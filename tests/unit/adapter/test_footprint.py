@@ -40,15 +40,24 @@ def test_it_is_what_a_loaded_model_has(tmp_path: Path) -> None:
     assert weight_bytes(folder, 4) == pytest.approx(toys.load(folder, outputs={"dense": 64}).memory_bytes, rel=0.05)
 
 
+PEAKS = """
+import torch
+from sie_adapter.device import peak_of
+held = []
+def take_and_free():
+    torch.ones(50 << 18)  # 50 MiB, freed at once
+    held.append(torch.ones(20 << 18))
+cpu = torch.device("cpu")
+print(peak_of(cpu, take_and_free), peak_of(cpu, lambda: None))
+"""
+
+
 def test_the_peak_of_a_pass_is_what_it_allocated_at_most() -> None:
-    held: list[torch.Tensor] = []
-
-    def take_and_free() -> None:
-        torch.ones(50 << 18)  # 50 MiB, freed at once
-        held.append(torch.ones(20 << 18))
-
-    assert devices.peak_of(CPU, take_and_free) == pytest.approx(50 << 20, rel=0.1)
-    assert devices.peak_of(CPU, lambda: None) < 5 << 20
+    """In a process of its own: what others did with the allocator decides whether freed memory is used again."""
+    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True, timeout=100)
+    peak, nothing = map(int, done.stdout.split())
+    assert peak == pytest.approx(50 << 20, rel=0.1)
+    assert nothing < 5 << 20
 
 
 def test_memory_with_more_in_it_is_that_of_the_tightest_limit() -> None:
