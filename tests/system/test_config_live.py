@@ -80,7 +80,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 @pytest.mark.timeout(180)
 async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: Stack, tmp_path: Path) -> None:
     """C1, C11, C15: each answer's vectors are those of its fingerprint, whichever worker and gateway gave it."""
-    weights = toys.save(tmp_path / "bert", "bert")
+    weights = toys.save(tmp_path / "bert", "bert", marked=True)
     entry = {
         "id": MODEL, "weights": {"path": str(weights)}, "family": "text-encoder", "outputs": {"dense": 32}, "max_tokens": 280,
         "run": {"pooling": "mean"}, "load": {"precision": "float32"},
