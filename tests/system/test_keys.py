@@ -122,7 +122,7 @@ def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["create", "x", "--scopes", "infer,reed"], "reed: expected some of infer, read, pools, config, admin"),
+        (["create", "x", "--scopes", "infer,reed"], "reed: expected some of infer, read, metrics, pools, config, admin"),
         (["create", "x", "--scopes", ","], "nothing: expected some of"),
         (["create", "x", "--expires", "2001-01-01"], "is in the past"),
         (["create", "x", "--expires", "soon"], "expected 30m, 12h, 90d"),
