@@ -71,6 +71,12 @@ def test_each_signal_to_end_is_taken_and_a_hangup_that_is_ignored_stays_ignored(
     assert (number in names(ignored=True)) == (number != "SIGHUP")
 
 
+def _of_a_terminal() -> None:
+    """What a shell does before a command; whoever runs the tests may ignore the hangup, which children inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
     """SIGHUP drains as SIGTERM does, although nothing can be printed any more."""
     port, worker_port = free_ports(2)
@@ -81,7 +87,7 @@ def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     with subprocess.Popen(
         command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_of_a_terminal,
     ) as process:  # fmt: skip
         os.close(inside)
         shown = b""
