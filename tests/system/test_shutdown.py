@@ -96,7 +96,10 @@ def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         os.close(terminal)
-        assert process.wait(30) == 0
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     assert psutil.wait_procs(children, timeout=1)[1] == []
 
 
