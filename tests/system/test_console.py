@@ -87,7 +87,7 @@ class Page:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models = local_models.under(tmp_path_factory.mktemp("console-models"))
     models.build(ENCODER.partition("/")[2])
-    with running(tmp_path_factory.mktemp("console"), *models.arguments, "--no-spare") as cluster:
+    with running(tmp_path_factory.mktemp("console"), *models.arguments, "--no-spare", "--allowed-hosts", HOST) as cluster:
         yield cluster
 
 
@@ -161,7 +161,7 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
 
 def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     page.open(f"http://{HOST}:{cluster.port}/")
-    state = "document.getElementById('connection').innerText"
+    state = "document.getElementById('connection')?.innerText"  # nothing before the page is there
     page.wait(state, lambda text: text == "healthy")
     page.evaluate("window.kept = 1")
     (gateway,) = cluster.pids("gateway")
