@@ -18,11 +18,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from sie_contracts.batch_times import BatchTimes
 from sie_contracts.messages import Heartbeat, Ok, Priority, WorkResult
 from sie_contracts.topology import Lane
 from sie_gateway.drain import Drain, Wait
 from sie_gateway.turns import Turns
-from sie_gateway.window import BatchTimes, Bound, Ticket, Window
+from sie_gateway.window import Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
 DOUBT, FLOOR_DOUBT = 1.0, 2.0  # samples after which half of an expected wait is believed, above the floor of work and up to it

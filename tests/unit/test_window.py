@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sie_gateway.window import REMEMBERED_S, BatchTimes, Bound, Host, Shares, Ticket, Window, bound
+from sie_contracts.batch_times import BatchTimes
+from sie_gateway.window import REMEMBERED_S, Bound, Host, Shares, Ticket, Window, bound
 
 QUANTUM = 4096
 BATCH = 16_384  # tokens of a batch
