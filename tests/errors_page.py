@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sie_contracts.errors import (
+    FAMILIES,
     AllItemsFailed,
     InferenceFailed,
     InvalidInput,
@@ -43,7 +44,7 @@ def _rows(leaf: type[SIEError]) -> Iterator[SIEError]:
 def _row(error: SIEError) -> str:
     status, body = tei.shape(error, "", None)
     retry = f"{error.retry_after_s}" if error.retryable else "–"
-    kind = envelope(error, "")["detail"]["type"]
+    kind = envelope(error, "")["error"]["type"]
     when = (type(error).__doc__ or "").partition("\n")[0]
     when = f"{when} Of the config service alone." if error.code in CONFIG_ONLY else when
     tei_cell = f"{status} `{body['error_type']}`"
@@ -54,6 +55,28 @@ def table() -> str:
     """The codes, in the order of the tree."""
     head = "| code | status | `Retry-After` | type | at TEI routes | raised by our client | when |"
     return "\n".join([head, "|---" * 7 + "|", *(_row(error) for leaf in catalogue() for error in _rows(leaf))])
+
+
+ROUTES = {
+    "native": "all that are not named below, and where no route is known", "openai": "`/v1/embeddings`, `/embeddings`",
+    "jina": "`/v1/rerank`", "cohere": "`/v1/embed`, `/v2/embed`, `/v2/rerank`",
+    "voyage": "`/v1/embeddings` and the reranks, where the body has `truncation`",
+    "infinity": "`/rerank`, `/classify`", "tei": "those of Text Embeddings Inference, `/tei/...`, and `/rerank` with `texts`",
+}  # fmt: skip
+HOLDS = {
+    "all": "everything, as a map", "code and message": "code and message, as a map", "message": "the message", "code": "the code",
+    "request id": "the id of the request", "TEI's name": "TEI's name of the error",
+}  # fmt: skip
+
+
+def families() -> str:
+    """What an error's body holds at the routes of each family, and who reads it there."""
+    rows = [
+        f"| {f'{family}: {ROUTES[family]}' if not number else ''} | `{member.name}` | {HOLDS[member.holds]} | {member.reader} |"
+        for family, members in FAMILIES.items()
+        for number, member in enumerate(members)
+    ]
+    return "\n".join(["| routes | member | holds | read by |", "|---" * 4 + "|", *rows])
 
 
 def reasons() -> dict[str, set[str]]:
@@ -70,8 +93,12 @@ def reasons() -> dict[str, set[str]]:
 
 
 def page(old: str) -> str:
-    """The page with its table as the code has it now."""
-    return re.sub(r"(?<=<!-- codes -->\n).*(?=\n<!-- /codes -->)", lambda _: table(), old, flags=re.DOTALL)
+    """The page with its tables as the code has them now."""
+    for name, made in (("codes", table()), ("families", families())):
+        before, start, rest = old.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"\n<!-- /{name} -->")
+        old = f"{before}{start}{made}{end}{after}"
+    return old
 
 
 if __name__ == "__main__":

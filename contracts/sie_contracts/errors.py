@@ -37,7 +37,7 @@ Messages name the offending path with the got and the expected value. They never
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -302,17 +302,53 @@ def tei_type(error: SIEError) -> str:
     return {"empty_items": "Empty", "bad_token_id": "Tokenizer"}.get(error.reason, "Validation")
 
 
-def envelope(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The HTTP body of `error`: one shape that the readers of every client family find their fields in."""
+Facts = Literal["all", "code and message", "message", "code", "request id", "TEI's name"]
+"""What a member of an error's body holds: `all` is the map of everything that is known of the error."""
+
+
+class Member(NamedTuple):
+    """A member of an error's body, what it holds, and the client that reads it there."""
+
+    name: str
+    holds: Facts
+    reader: str
+
+
+_CODE = Member("code", "code", "the TypeScript client of SIE, and what reads the errors of all routes alike")
+_ERROR = Member("error", "all", "the Python client of SIE")
+_RAW = Member("error", "all", "raw HTTP: `reason` and `param` stand nowhere else")
+_COHERE = (Member("message", "message", "Cohere"), Member("id", "request id", "Cohere"))
+_JINA = Member("detail", "code and message", "Haystack's components for Jina, which raise it")
+FAMILIES: dict[str, tuple[Member, ...]] = {
+    "native": (_ERROR, Member("detail", "all", "raw HTTP and calls of pools, which want a map"), _CODE),
+    "openai": (_ERROR._replace(reader="OpenAI, LangChain, LlamaIndex, LiteLLM"), _JINA, _CODE),
+    "jina": (_RAW, _JINA, *_COHERE, _CODE),
+    "cohere": (_RAW, *_COHERE, _CODE),
+    "voyage": (_RAW, Member("detail", "message", "Voyage, which prints a text"), _CODE),
+    "infinity": (_ERROR._replace(reader="Infinity"), _CODE),
+    "tei": (
+        Member("error", "message", "Text Embeddings Inference, huggingface_hub"),
+        Member("error_type", "TEI's name", "Text Embeddings Inference"), _RAW._replace(name="detail"), _CODE,
+    ),
+}  # fmt: skip
+"""The members of an error's body, by the family of its route. A fact stands twice only where two clients of one route look for it in two
+places. Where no route is known, as for an unknown path, the body is native."""
+_SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
+
+
+def envelope(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native") -> dict[str, Any]:
+    """The HTTP body of `error` at the routes of a client family: what its row of FAMILIES names, and `errors` of single inputs."""
+    code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    inner: dict[str, Any] = {
-        "code": error.code, "message": error.message, "type": kind, "param": error.param or None,
-        "retryable": error.retryable, "request_id": request_id, **error.extras,
-    }
+    every: dict[str, Any] = {
+        "code": code, "message": error.message, "type": kind, "param": error.param or None, "retryable": error.retryable,
+        "request_id": request_id, **error.extras,
+    }  # fmt: skip
     if error.reason:
-        inner["reason"] = error.reason
-    top = {"code": error.code, "message": error.message, "error_type": tei_type(error), "id": request_id}
-    body: dict[str, Any] = {"error": inner, "detail": inner, **top}
-    if errors is not None:
-        body["errors"] = errors
-    return body
+        every["reason"] = error.reason
+    facts: dict[Facts, Any] = {
+        "all": every, "code and message": {"code": code, "message": error.message}, "message": error.message, "code": error.code,
+        "request id": request_id, "TEI's name": tei_type(error),
+    }  # fmt: skip
+    body = {member.name: facts[member.holds] for member in FAMILIES[family]}
+    return body if errors is None else {**body, "errors": errors}

@@ -24,9 +24,16 @@ ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, d
 """The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family reads them."""
 
 
-def native_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """The envelope that every family but one reads."""
-    return error.status, envelope(error, request_id, errors)
+def family(name: str) -> ErrorShape:
+    """Errors with their own status, and the body that a family of `errors.FAMILIES` reads."""
+
+    def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+        return error.status, envelope(error, request_id, errors, name)
+
+    return shape
+
+
+native_shape = family("native")
 
 
 @dataclass

@@ -554,13 +554,13 @@ def _errors(path: str) -> dict[str, Schema]:
 
 _ERROR_SCHEMA = {
     **_map(
-        ("error", "detail", "code", "message", "error_type", "id"),
+        ("error", "code"),
         error=_one_of({"$ref": "#/components/schemas/ErrorDetail"}, _TEXT),
         detail=_one_of({"$ref": "#/components/schemas/ErrorDetail"}, _TEXT), code=_TEXT,
         message=_TEXT, error_type=_TEXT, id=_TEXT, errors=_list(_ANY),
     ),
-    "description": "One shape for the readers of every client family. `error` is the message at routes of Text Embeddings Inference, "
-    "`detail` where a body has `truncation`, as Voyage's client reads it.",
+    "description": "What the client family of the route reads: `error` is a map of everything, a message at routes of Text Embeddings "
+    "Inference; `detail` is a map, a text where a body has `truncation`, as Voyage's client sends it. docs/errors.md has a table.",
     "example": envelope(InvalidInput("items[0].text: expected str or null, got 5", reason="schema", param="items[0].text"), "01994..."),
 }  # fmt: skip
 _DETAIL_SCHEMA = _map(

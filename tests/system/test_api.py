@@ -256,10 +256,9 @@ def check_refusal(client: httpx.Client, answer: httpx.Response, reason: str, par
     body = answer.json()
     error = body["error"]
     assert (answer.status_code, body["code"], error["reason"], error["param"]) == (400, "INVALID_INPUT", reason, param), body
-    assert body["error"] == body["detail"]
-    assert body["message"] == body["error"]["message"]
+    assert body == {"error": error, "detail": error, "code": error["code"]}
     assert body["error"]["type"] == "invalid_request_error"
-    assert body["id"] == answer.headers["x-sie-request-id"]
+    assert error["request_id"] == answer.headers["x-sie-request-id"]
     assert answer.headers["x-should-retry"] == "false"
     assert "retry-after" not in answer.headers
     assert post(client, {"items": ["still serving"]}).status_code == 200

@@ -595,7 +595,7 @@ def test_jina_and_voyage_name_the_type_of_a_vector(cluster: Cluster, client: htt
     mixed = client.post("/v1/embeddings", json={"model": MINI, "input": [TEXT, {"text": TEXT}]}).json()["data"]
     assert mixed[0]["embedding"] == pytest.approx(mixed[1]["embedding"], abs=1e-6)
     refused = client.post("/v1/embeddings", json={**body, "output_dtype": "int8"}, headers={"accept": "application/octet-stream"})
-    assert refused.json()["detail"]["reason"] == "unsupported_dtype"
+    assert refused.json()["error"]["reason"] == "unsupported_dtype"
     with voyage(cluster.url, KEY, 0) as api:
         codes = api.embed([TEXT], model=MINI, output_dtype="ubinary").embeddings[0]
         assert list(codes) == native_slots["ubinary"]["values"]

@@ -60,7 +60,8 @@ def judged(answer: httpx.Response) -> tuple[str, str]:
         code = str(error["code"])
     except (ValueError, KeyError, TypeError):
         return "", "no envelope"
-    wrong = not error["message"] or answer.headers.get("x-sie-error-code") != code
+    message = error["error"] if isinstance(error["error"], str) else error["error"]["message"]
+    wrong = not message or answer.headers.get("x-sie-error-code") != code
     return code, "no message, or another code in its header" if wrong else ""
 
 

@@ -91,7 +91,7 @@ def test_a_key_ends_at_its_time(stack: Stack) -> None:
     refused = until(lambda: (answer := encoded(stack, token, "a")).status_code == 401 and answer, 10, "it has ended")
     assert isinstance(refused, httpx.Response)
     assert datetime.now(UTC) >= at
-    assert refused.json()["message"] == "this key has expired"
+    assert refused.json()["error"]["message"] == "this key has expired"
 
 
 def test_limits_hold(stack: Stack) -> None:

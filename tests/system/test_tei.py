@@ -52,7 +52,8 @@ def refused(client: httpx.Client, path: str, body: Any) -> tuple[int, str]:
     answer = client.post(path, json=body)
     found = answer.json()
     assert isinstance(found["error"], str)
-    assert {"error", "error_type", "code", "message", "detail"} <= set(found)
+    assert set(found) - {"errors"} == {"error", "error_type", "code", "detail"}
+    assert found["error"] == found["detail"]["message"]
     assert found["detail"]["code"] == found["code"] == answer.headers["x-sie-error-code"]
     return answer.status_code, found["error_type"]
 

@@ -408,10 +408,11 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(scopes: tuple[str, .
     for method, path, status in calls:
         answer = await api.call(method, path, ENTRY if method == "POST" else None, status, Authorization=f"Bearer {token}")
         if status == 403:
-            assert f"this one has {', '.join(scopes)}" in answer["message"]
+            assert f"this one has {', '.join(scopes)}" in answer["error"]["message"]
     now_s += 61
-    assert "has expired" in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["message"]
-    assert "a key with scope read" in (await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other"))["message"]
+    assert "has expired" in (await api.call("GET", "/v1/configs/models", None, 401, Authorization=token))["error"]["message"]
+    unknown = await api.call("GET", "/v1/configs/models", None, 401, Authorization="sie_other")
+    assert "a key with scope read" in unknown["error"]["message"]
     await api.call("GET", "/v1/configs/models", None, 200, Authorization=READER)
     stop.request()
     await following

@@ -152,18 +152,24 @@ REFUSED = [
 ]
 
 
+MEMBERS = {  # of an error's body, beside `error` and `code`: Haystack's components for Jina read `detail`, Cohere's clients the others
+    "/v1/embeddings": "detail", "/v1/rerank": "detail message id", "/v1/embed": "message id", "/v2/embed": "message id",
+    "/v2/rerank": "message id", "/rerank": "", "/classify": "",
+}  # fmt: skip
+
+
 async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_queued(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Contract 5.5, 22.1: a code, a reason, the path of the field, the same for all readers of the envelope, and no input text."""
+    """Contract 5.5, 22.1: a code, a reason, the path of the field, and no input text."""
     for path, body, reason, param in REFUSED:
         answer = await post(gateway, path, body)
         told = answer.json()
         code = "invalid_input" if path == "/v1/embeddings" else "INVALID_INPUT"
         error = told["error"]
         assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (path, body, told)
-        assert told["detail"] == error, path
-        assert (told["code"], told["message"]) == ("INVALID_INPUT", error["message"])
+        assert told["code"] == "INVALID_INPUT"
+        assert set(told) - {"errors"} == {"error", "code", *MEMBERS[path].split()}, path
         assert answer.headers["x-should-retry"] == "false"
-        assert "aGk" not in told["message"]
+        assert "aGk" not in answer.text
     assert cluster.server.streams[STREAM].last_sequence == 0
 
 
@@ -183,7 +189,8 @@ async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> No
     for path in ("/v1/rerank", "/v1/embeddings"):
         for more in ({}, {"truncation": True}):
             told = (await post(gateway, path, {"model": "toy/on", **more})).json()
-            assert told["detail"] == (told["message"] if more else told["error"])
+            message = told["error"]["message"]
+            assert told["detail"] == (message if more else {"code": told["error"]["code"], "message": message})
 
 
 @pytest.mark.parametrize(("path", "model"), [
@@ -196,8 +203,9 @@ async def test_a_route_for_something_else_names_the_route_of_what_the_model_does
     """Also where the body has other fields than the route wants: nothing is said of these."""
     answer = await post(gateway, path, {"model": model, "inputs": "a text", "input": "a text"})
     verb = {"toy/find": "extract", "toy/score": "score", "toy/one": "encode"}[model]
-    told = answer.json()
-    assert (answer.status_code, told["detail"]["param"]) == (424 if path.startswith("/tei/") else 400, "model")
+    is_tei = path.startswith("/tei/")
+    told = answer.json()["detail" if is_tei else "error"]
+    assert (answer.status_code, told["param"]) == (424 if is_tei else 400, "model")
     assert told["message"].endswith(f"; what it does is at POST /v1/{verb}/{model}"), told
 
 

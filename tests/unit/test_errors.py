@@ -9,7 +9,17 @@ import msgspec
 import pytest
 
 from sie_contracts import errors
-from sie_contracts.errors import AllItemsFailed, ErrorInfo, InternalFailure, InvalidInput, ModelLoading, SIEError, catalogue, envelope
+from sie_contracts.errors import (
+    FAMILIES,
+    AllItemsFailed,
+    ErrorInfo,
+    InternalFailure,
+    InvalidInput,
+    ModelLoading,
+    SIEError,
+    catalogue,
+    envelope,
+)
 
 # code: status, seconds of Retry-After (0: never sent, and not retryable), type, TEI type; as documented
 DOCUMENTED = {
@@ -68,19 +78,41 @@ def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[S
 
 
 @each_leaf
-def test_every_reader_finds_its_fields_in_the_body(leaf: type[SIEError]) -> None:
+def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]) -> None:
     """E5: `error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and Cohere, TEI's type."""
     _, _, kind, tei = DOCUMENTED[leaf.code]
     error = leaf("message text", reason="the_reason", param="items[3].text", extras={"limit": 7})
-    body = envelope(error, "request-1")
-    inner = {
-        "code": leaf.code, "message": "message text", "type": kind, "param": "items[3].text", "reason": "the_reason",
+    code = leaf.code
+    every = {
+        "code": code, "message": "message text", "type": kind, "param": "items[3].text", "reason": "the_reason",
         "retryable": error.retryable, "request_id": "request-1", "limit": 7,
     }  # fmt: skip
-    assert body == {
-        "error": inner, "detail": inner, "code": leaf.code, "message": "message text", "error_type": tei, "id": "request-1",
-    }  # fmt: skip
-    assert msgspec.json.decode(msgspec.json.encode(body)) == body
+    lower, short, cohere = code.lower(), {"code": code, "message": "message text"}, {"message": "message text", "id": "request-1"}
+    bodies: dict[str, dict[str, Any]] = {
+        "native": {"error": every, "detail": every, "code": code},
+        "openai": {"error": {**every, "code": lower}, "detail": {**short, "code": lower}, "code": code},
+        "jina": {"error": every, "detail": short, **cohere, "code": code},
+        "cohere": {"error": every, **cohere, "code": code},
+        "voyage": {"error": every, "detail": "message text", "code": code},
+        "infinity": {"error": every, "code": code},
+        "tei": {"error": "message text", "error_type": tei, "detail": every, "code": code},
+    }
+    assert bodies.keys() == FAMILIES.keys()
+    for family, expected in bodies.items():
+        body = envelope(error, "request-1", family=family)
+        assert body == expected, family
+        assert msgspec.json.decode(msgspec.json.encode(body)) == body
+
+
+def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
+    """A member has a client that reads it, and the message stands twice at most: but at the one route that Jina and Cohere share."""
+    for family, members in FAMILIES.items():
+        assert all(member.reader for member in members)
+        assert len({member.name for member in members}) == len(members)
+        told = msgspec.json.encode(envelope(InvalidInput("message text", reason="a_reason"), "request-1", family=family))
+        assert told.count(b"message text") <= (3 if family == "jina" else 2), family
+        assert told.count(b"request-1") <= 2, family
+        assert told.count(b"a_reason") <= (2 if family == "native" else 1), family
 
 
 def test_an_envelope_without_a_field_says_null_and_lists_failures_only_where_there_are_some() -> None:

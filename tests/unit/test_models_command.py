@@ -360,7 +360,7 @@ def test_each_error_of_the_api_says_what_is_expected(name: str, one: str) -> Non
     assert answer.status_code == status, answer.text
     told = answer.json()
     for text in says:
-        assert text in told["message"], told["message"]
+        assert text in told["error"]["message"], told["error"]["message"]
     assert told["error"] == {key: value for key, value in told["detail"].items() if key != "error"}
     assert told["detail"]["error"] == told["code"].lower()
     assert answer.headers["x-sie-error-code"] == told["code"]

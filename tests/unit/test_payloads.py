@@ -346,7 +346,7 @@ async def test_without_a_store_the_refusal_names_the_setting(tmp_path: Path) -> 
         gateway = await running.gateway()
         refused = await gateway.encode("x" * 100_000)
         assert (refused.status_code, refused.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
-        assert "SIE_PAYLOAD_STORE_URL" in refused.json()["message"]
+        assert "SIE_PAYLOAD_STORE_URL" in refused.json()["error"]["message"]
 
 
 async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_th
         without = await running.sidecar()
         answer = await gateway.encode(WORDS * 10_000)
         assert (answer.status_code, answer.json()["code"]) == (503, "NOT_READY")
-        assert "SIE_PAYLOAD_STORE_URL" in answer.json()["message"]
+        assert "SIE_PAYLOAD_STORE_URL" in answer.json()["error"]["message"]
         assert await without.metric("sie_settlements_total", outcome="handed_back") == 4
 
 

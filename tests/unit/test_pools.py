@@ -244,7 +244,7 @@ async def town(tmp_path: Path) -> AsyncIterator[Town]:
 
 def code(answer: httpx.Response) -> tuple[int, str]:
     body = answer.json()
-    assert body["detail"]["message"] == body["message"]  # the Python client reads it there, of a map
+    assert body["detail"]["message"] == body["error"]["message"]  # the Python client reads it there, of a map
     return answer.status_code, body["code"]
 
 

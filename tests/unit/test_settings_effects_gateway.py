@@ -98,7 +98,7 @@ async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cl
     answers = await asyncio.gather(*(gateway.encode("nobody answers", **headers) for headers, _ in asked))
     for (_, budget), answer in zip(asked, answers, strict=True):
         assert (answer.status_code, answer.json()["code"]) == (504, "GATEWAY_TIMEOUT")
-        assert f"budget of {budget} s" in answer.json()["message"]
+        assert f"budget of {budget} s" in answer.json()["error"]["message"]
     stream = cluster.server.streams[STREAM]
     assert (stream.last_sequence, len(stream.messages)) == (3, 0)
     await cluster.send(topology.health_subject("idle"), messages.encode(replace(idle, leaving=True)))
@@ -228,7 +228,7 @@ async def test_metrics_are_on_the_api_port_too_where_that_is_wanted_and_the_toke
     anybody = await cluster.gateway(SIE_GATEWAY_API_METRICS="true", SIE_ROOT_PATH="/sie")
     assert [(await anybody.client.get(path)).status_code for path in ("/metrics", "/sie/metrics", "/metrics/x")] == [200, 200, 404]
     off = await (await cluster.gateway()).client.get("/metrics")
-    assert (off.status_code, "SIE_GATEWAY_API_METRICS" in off.json()["message"]) == (404, True)
+    assert (off.status_code, "SIE_GATEWAY_API_METRICS" in off.json()["error"]["message"]) == (404, True)
 
 
 async def test_readiness_is_told_in_json_to_whoever_asks_for_it(cluster: InProcess) -> None:

@@ -301,7 +301,7 @@ async def test_there_are_so_many_websockets_and_not_one_more(cluster: InProcess,
         assert await gateway.metric("sie_gateway_websockets") == 2
         status, body, _ = await refusal(gateway, "/ws/cluster-status")
         assert (status, body["code"]) == (503, "RESOURCE_EXHAUSTED")
-        assert "of this client" in body["message"], "others have the rest"
+        assert "of this client" in body["error"]["message"], "others have the rest"
     assert await gateway.metric("sie_gateway_websockets") == 0
     async with looking(gateway, "/ws/cluster-status") as again:
         await frame(again)

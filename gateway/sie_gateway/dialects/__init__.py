@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from sie_gateway.call import Answer, Call, ErrorShape, native_shape
+from sie_gateway.call import Answer, Call, ErrorShape, family, native_shape
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
 from sie_gateway.inference import Inference
 
@@ -40,13 +40,13 @@ _NATIVE: dict[str, tuple[str, Handler]] = {
 _BY_PATH: dict[str, Route] = {
     **{f"/{name}": Route(name, handler, shape=tei.shape) for name, handler in tei.HANDLERS.items() if name not in ("", "rerank")},
     "/info": Route("info", tei.info, shape=tei.shape, method="GET"),
-    **dict.fromkeys(("/v1/embeddings", "/embeddings"), Route("embeddings", openai.embeddings, shape=openai.shape)),
-    "/v1/rerank": Route("rerank", rerank.v1),
-    "/v2/rerank": Route("rerank", rerank.v2),
-    "/rerank": Route("rerank", rerank.either),
-    "/v1/embed": Route("embed", cohere.v1),
-    "/v2/embed": Route("embed", cohere.v2),
-    **dict.fromkeys(("/v1/classify", "/classify"), Route("classify", infinity.classify)),
+    **dict.fromkeys(("/v1/embeddings", "/embeddings"), Route("embeddings", openai.embeddings, shape=family("openai"))),
+    "/v1/rerank": Route("rerank", rerank.v1, shape=family("jina")),
+    "/v2/rerank": Route("rerank", rerank.v2, shape=family("cohere")),
+    "/rerank": Route("rerank", rerank.either, shape=family("infinity")),
+    "/v1/embed": Route("embed", cohere.v1, shape=family("cohere")),
+    "/v2/embed": Route("embed", cohere.v2, shape=family("cohere")),
+    **dict.fromkeys(("/v1/classify", "/classify"), Route("classify", infinity.classify, shape=family("infinity"))),
 }
 _TEI = "/tei/"
 

@@ -16,7 +16,7 @@ import orjson
 
 from sie_contracts import options
 from sie_contracts.catalogue import ModelEntry, Resolved
-from sie_contracts.errors import InvalidInput, SIEError, envelope
+from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
 from sie_gateway import body as bodies
 from sie_gateway import reply
@@ -31,13 +31,6 @@ from sie_gateway.quota import Charge
 MAX_TOKENS = 300_000  # of all inputs of a request
 SPECIAL_TOKENS = 8  # that any tokenizer adds to a text, at most
 _ENCODINGS = ("model", *vocabulary.NAMES)
-
-
-def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """The envelope, with `error.code` in lower case as OpenAI's own are."""
-    body = envelope(error, request_id, errors)
-    inner = {**body["error"], "code": error.code.lower()}
-    return error.status, {**body, "error": inner, "detail": inner}
 
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:

@@ -40,7 +40,7 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
         status = {"too_many_items": 413, "model_required": 400}.get(error.reason, 424 if kind == "Backend" else _STATUS.get(kind, 422))
     elif error.code in ("INFERENCE_ERROR", "ALL_ITEMS_FAILED") and kind == "Backend":
         status = 424
-    return status, {**envelope(error, request_id, errors), "error": error.message, "error_type": kind}
+    return status, envelope(error, request_id, errors, "tei")
 
 
 # what comes in

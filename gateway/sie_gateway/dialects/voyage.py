@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sie_contracts.errors import SIEError, envelope
-from sie_gateway.call import Call
+from sie_gateway.call import Call, family
 from sie_gateway.dialects import fields
 
-
-def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """The envelope with a text in `detail`: Voyage's client prints it, and fails at a map."""
-    return error.status, {**envelope(error, request_id, errors), "detail": error.message}
+_SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
@@ -19,5 +15,5 @@ def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
     if body.get("truncation") is None:
         return {}
     cuts = fields.flag(body, "truncation")
-    call.shape = shape
+    call.shape = _SHAPE
     return {} if body.get("truncate") is not None else {"truncate": "END" if cuts else "NONE"}
