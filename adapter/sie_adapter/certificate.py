@@ -51,8 +51,7 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> C
     """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with what does not hold and where."""
     started = time.perf_counter()
     entry = resolved.entry
-    digests = _check_digests(folder, entry)
-    _check_files(folder, entry)
+    digests = check_files(folder, entry)
     _check_tokenizer(model, entry)
     with torch.inference_mode():
         _check_direction(model, resolved)
@@ -63,6 +62,14 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> C
 
 def _refuse(entry: ModelEntry, cause: str) -> Exception:
     return load_failed("CERTIFICATE", f"{entry.id}: {cause}")
+
+
+def check_files(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
+    """The files whose digests hold. Raises ModelLoadFailed CERTIFICATE for a file that the entry knows otherwise, and for an entry that
+    contradicts a file."""
+    digests = _check_digests(folder, entry)
+    _check_options(folder, entry)
+    return digests
 
 
 def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
@@ -78,7 +85,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
     return tuple(entry.weights.digests)
 
 
-def _check_files(folder: Path, entry: ModelEntry) -> None:
+def _check_options(folder: Path, entry: ModelEntry) -> None:
     """An entry may say more than the model's files, never something else."""
     stored = read_json(folder / "config_sentence_transformers.json").get("prompts") or {}
     for name in ("query", "document"):

@@ -19,7 +19,7 @@ from sie_cli.models_service import MODELS, YAML, Refused, path_of, service_at, w
 from sie_cli.options import AnyPosition, loaded
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import MODEL_ID, Catalogue, ModelEntry, packaged_folder, parse_entry
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.runtime.feed import read_folder
 from sie_contracts.settings import Settings
 from sie_contracts.trust import USUAL
@@ -103,7 +103,8 @@ def add(
 
     The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you like: lines that
     begin with `# assumed` are those that no file of the model says. A model that the packaged catalogue knows keeps its options.
-    ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or .json file, or - for standard input.
+    ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or .json file, or - for standard input. Weights that it
+    names and this machine has are checked before it is added; others are checked when a worker loads them.
 
     \b
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
@@ -155,9 +156,35 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
     body, kind = document(Path(source))
     try:
         given = read(body, kind)
-        return body.decode(), checked(given.value, given)
+        entry = checked(given.value, given)
+        if isinstance(entry, ModelEntry):
+            _check_weights(entry, settings)
+        return body.decode(), entry
     except SIEError as error:
         raise Refused(f"{source}: {error.message}") from error
+
+
+def _check_weights(entry: ModelEntry, settings: Settings) -> None:
+    """Check the files that an entry names where this machine has them, as a load looks for them, and say what was not checked.
+
+    Nothing is fetched. Raises ModelLoadFailed.
+    """
+    import dataclasses
+
+    from sie_adapter.certificate import check_files
+    from sie_adapter.comparison import compare_files
+    from sie_adapter.weights import WeightSources
+
+    here = WeightSources.of(dataclasses.replace(settings, hf_fallback=False, cluster_cache=None))
+    try:
+        found = here.locate(entry)
+    except ModelLoadFailed as absent:
+        click.echo(f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}", err=True)
+        return
+    for unchecked in compare_files(found.folder, entry):
+        click.echo(f"note: not checked in {found.folder}: {unchecked}", err=True)
+    check_files(found.folder, entry)
+    click.echo(f"checked the files in {found.folder}", err=True)
 
 
 def _post(

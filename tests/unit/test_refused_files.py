@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from parity import gliner_checkpoints, heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
@@ -170,16 +171,20 @@ def without_a_part(folder: Path) -> None:
 
 
 def refusals(folder: Path, entry: dict[str, Any], tmp_path: Path) -> list[str]:
-    """What `inspect`, `add` and a load say; the last of them with the entry of the good folder."""
+    """What `inspect`, `add` of the folder and of an entry, and a load say; the last two with the entry of the good folder."""
     said = []
-    for arguments in (["inspect", str(folder)], ["add", str(folder), "--models-dir", str(tmp_path)]):
+    named = {**entry, "weights": {"path": str(folder)}}
+    file = tmp_path.with_name("entry.yaml")
+    file.write_text(yaml.safe_dump(named))
+    place = ["--models-dir", str(tmp_path)]
+    for arguments in (["inspect", str(folder)], ["add", str(folder), *place], ["add", str(file), *place]):
         done = CliRunner().invoke(main, ["models", *arguments], env={"SIE_HF_FALLBACK": "false"})
         assert done.exit_code == 1, (arguments, done.output)
         assert "Traceback" not in done.output
         said.append(" ".join(done.output.split()))
     assert not list(tmp_path.glob("**/*.yaml"))
     with pytest.raises(ModelLoadFailed) as refused:
-        load(parse_entry({**entry, "weights": {"path": str(folder)}}))
+        load(parse_entry(named))
     return [*said, refused.value.message]
 
 
@@ -215,6 +220,37 @@ def test_a_folder_that_cannot_be_right_is_refused_everywhere(
     spoil(folder)
     for said in refusals(folder, entry, tmp_path / "models"):
         assert all(text in said for text in texts), said
+
+
+def added(file: Path, models: Path) -> str:
+    done = CliRunner().invoke(main, ["models", "add", str(file), "--models-dir", str(models)], env={"SIE_HF_FALLBACK": "false"})
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+def test_an_entry_whose_weights_are_elsewhere_is_added_and_says_that_a_load_checks_them(
+    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, entry = good("dense")
+    for number, weights in enumerate(({"hub": "org/absent", "revision": "a" * 40}, {"path": str(tmp_path / "absent")}, entry["weights"])):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump({**entry, "id": f"test/{number}", "weights": weights}))
+        said = added(file, tmp_path / "models")
+        assert (tmp_path / f"models/test/{number}.yaml").is_file()
+        assert (f"checked the files in {folder}" in said) == (number == 2)
+        assert ("a worker checks them when it loads the model" in said) == (number != 2)
+
+
+def test_an_entry_with_the_digest_of_another_file_is_not_added(
+    good: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, entry = good("dense")
+    file = tmp_path / "entry.yaml"
+    file.write_text(yaml.safe_dump({**entry, "weights": {"path": str(folder), "digests": {WEIGHTS: "0" * 64}}}))
+    done = CliRunner().invoke(main, ["models", "add", str(file), "--models-dir", str(tmp_path / "models")])
+    assert done.exit_code == 1
+    assert f"{WEIGHTS} has the SHA-256" in " ".join(done.output.split())
+    assert not (tmp_path / "models").exists()
 
 
 def test_special_tokens_that_the_weights_have_no_row_for_are_read_as_text(
