@@ -47,7 +47,7 @@ class Health:
         if self.leaving:
             return "draining"
         if not self._link.connected:
-            return f"no adapter at {self._link.path}"
+            return "no adapter is connected"  # where is in the log: this is told to whoever reaches the port
         if not self._link.is_fresh():
             return "the adapter does not answer"
         if not self._broker.connected:

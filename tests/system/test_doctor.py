@@ -150,7 +150,7 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
         found = Examined(tmp_path, environ_of(stack))
         found.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
         found.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
-        found.named("ports", "not ready: no adapter at", "sockets")
+        found.named("ports", "not ready: no adapter is connected", "sockets")
     finally:
         adapter.start()
         stack.workers[0].sidecar.wait_ready()

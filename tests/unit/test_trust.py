@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from config_api import ADMIN, Api
-from inprocess import settings_of
+from inprocess import InProcess, settings_of, until
 from unit.adapter import toys
 
 from sie_adapter.engine import Engine
@@ -22,14 +25,17 @@ from sie_adapter.process import allowed
 from sie_adapter.server import Server
 from sie_config.overlay import Overlay
 from sie_contracts import ipc
+from sie_contracts.broker import Write
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import ModelEntry, parse_entry
+from sie_contracts.catalogue import ModelEntry, Profile, parse_entry
 from sie_contracts.places import without_paths
+from sie_contracts.runtime import keys
 from sie_contracts.runtime.feed import packaged_catalogue
 from sie_contracts.runtime.folder import examined, own_entries, worker_trust
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.trust import Allowed, Trust, claims
+from sie_gateway.auth import ROUTES
 
 BUNDLES = packaged_catalogue().bundles
 HUB = {"hub": "org/model", "revision": "0" * 40}
@@ -188,8 +194,8 @@ class Adapter:
         self.engine = Engine(settings)
         self._wake, self._waker = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX)
-        self._path = str(folder / "a.sock")
-        self._listener.bind(self._path)
+        self.path = str(folder / "a.sock")
+        self._listener.bind(self.path)
         self._listener.listen()
         self._server = Server(self._listener, self.engine, lambda: None, worker_trust(allowed(settings)))
         self._thread = threading.Thread(target=self._server.serve, args=(self._wake,))
@@ -197,7 +203,7 @@ class Adapter:
 
     def ask(self, request: Any) -> Any:
         with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(self._path)
+            peer.connect(self.path)
             peer.sendall(ipc.frame(request))
             return ipc.reply(bytes(ipc.receive_frame(peer, ipc.MAX_FRAME_BYTES)))
 
@@ -297,6 +303,56 @@ def test_a_client_is_told_of_no_path(adapter: Any, toy: ModelEntry, tmp_path: Pa
     assert isinstance(running.load(toy), ipc.Ready)
     error = refusal(running.ask(ipc.EnsureLora(toy.id, f"{tmp_path}/models/lora")))
     assert str(tmp_path) not in msgspec.json.encode(error).decode()
+
+
+HOME = os.path.expanduser("~/")
+EVERYTHING = {
+    "items": ["a"], "query": "a", "input": ["a"], "inputs": "a", "texts": ["a"], "documents": ["a"], "input_type": "search_document",
+    "labels": ["a"], "ids": [1],
+}  # fmt: skip
+
+
+async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy: ModelEntry, tmp_path: Path) -> None:
+    """With the scope infer alone: every route, of models that load and that cannot, and the probes of the worker before and after."""
+
+    def placed(name: str, path: str, **more: Any) -> ModelEntry:
+        weights = msgspec.structs.replace(toy.weights, path=path)
+        return msgspec.structs.replace(toy, id=name, weights=weights, **more)
+
+    (tmp_path / "torn").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "torn" / name).write_text("{")
+    profiles = {"tuned": Profile(run=msgspec.structs.replace(toy.run, lora=f"{tmp_path}/lora"))}
+    entries = [
+        msgspec.structs.replace(toy, profiles=profiles), placed("me/gone", f"{tmp_path}/gone"), placed("me/torn", f"{tmp_path}/torn"),
+        placed("me/golden", toy.weights.path, golden=f"{tmp_path}/none.json"), entry_of(id="me/hub"),
+    ]  # fmt: skip
+    running = adapter(model_paths=(str(tmp_path),))
+    async with InProcess(tmp_path, *entries) as cluster:
+        key, token = keys.create("infers", ("infer",), now_s=time.time())
+        bucket = await keys.open_bucket(cluster.server.connect("operator"), 1)
+        await bucket.write([Write(key.id, keys.encode(key))])
+        gateway = await cluster.gateway(SIE_AUTH_MODE="token", SIE_LOAD_HOLD_S="20")
+        heard: list[tuple[str, httpx.Response]] = []
+        early = await cluster.sidecar(ready=False, SIE_IPC_SOCKET_PATH=f"{tmp_path}/nobody.sock", SIE_POOL="other")
+        await until(lambda: early.task.done() or cluster.last_beat(early.worker), "a worker without an adapter")
+        heard.append(("GET /readyz of a worker without an adapter", await early.get("/readyz")))
+        worker = await cluster.sidecar(SIE_IPC_SOCKET_PATH=running.path)
+        heard += [("GET /readyz of a worker", await worker.get("/readyz")), ("GET /nope of a worker", await worker.get("/nope"))]
+        names = [*(entry.id for entry in entries), f"{toy.id}:tuned"]
+        asked = [(verb, row.path) for row in ROUTES for verb in row.methods.split()]
+        for (verb, path), model in itertools.product(asked, names):
+            path = path.replace("{model:path}", model).replace("{id:path}", model).replace("{name}", "default")
+            body = json.dumps({"model": model, **EVERYTHING}) if verb != "GET" else None
+            answer = await gateway.client.request(verb, path, content=body, headers={"authorization": token}, timeout=30)
+            heard.append((f"{verb} {path}", answer))
+        statuses = {what: answer.status_code for what, answer in heard}
+    assert {503, 200, 403} <= set(statuses.values())
+    assert [statuses[f"POST /v1/encode/{name}"] for name in names] == [200, *[500] * 5], statuses
+    for what, answer in heard:
+        told = f"{answer.text} {answer.headers}"
+        assert str(tmp_path) not in told, (what, told)
+        assert HOME not in told, (what, told)
 
 
 @pytest.mark.parametrize(
