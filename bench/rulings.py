@@ -4,7 +4,7 @@
 
 transforms   normalise, quantise and MUVERA in the lane, after the forward pass, against in a pool of threads while the lane goes on
 processes    one process with a lane per core for all models, against a process per model, each with a lane per core
-lengths      time of a token by the length of its text: what the squared part of attention is of it
+lengths      time of a token by the length of its text, beside the cost that waits are predicted with (backbones of random weights)
 
 all-MiniLM-L6-v2 in bfloat16, the product's own functions, one torch thread per lane.
 """
@@ -217,32 +217,54 @@ def processes(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 # lengths
 
 
-def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    from sie_adapter.lanes import Job
-    from sie_contracts.ipc import Group, RunBatch
+def of_width() -> dict[str, Callable[[], Any]]:
+    """Backbones of random weights and a few layers, which take as long a token as trained ones."""
+    from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
 
-    made, entry = engine_of(["mini"], 1)
-    width = entry.outputs["dense"]
-    rng, found = np.random.default_rng(0), dict[int, list[float]]()
-    sizes = [size for size in (16, 32, 64, 128, 256, 512) if size <= entry.max_tokens]
-    for _ in range(options.rounds + 1):
-        for size in sizes:
-            count = BATCH_TOKENS // size
-            ids = rng.integers(1000, 20_000, count * size).astype("<i4").tobytes()
-            message = RunBatch("b", "mini", "encode", np.full(count, size, "<i4").tobytes(), ids, (Group(0, count),))
-            job = Job(message, lambda reply: None)
-            begun_s = time.perf_counter()
-            made.lanes.submit(job)
-            job.finished.wait()
-            found.setdefault(size, []).append((time.perf_counter() - begun_s) / BATCH_TOKENS * 1e6)
-    made.stop(10.0)
-    cost = {size: statistics.median(each[1:]) for size, each in found.items()}
-    base = min(cost.values())
-    say(f"## Time of a token by the length of its text\n\n{BATCH_TOKENS} tokens a batch. Operations: 1 + length / (6 x {width}).\n")
-    say("| tokens of a text | us a token | beside the cheapest | by operations, beside 16 tokens |\n|---|---|---|---|")
-    for size in sizes:
-        counted = (1 + size / (6 * width)) / (1 + sizes[0] / (6 * width))
-        say(f"| {size} | {cost[size]:.0f} | {cost[size] / base - 1:+.0%} | {counted - 1:+.0%} |")
+    small = {"vocab_size": 1000, "max_position_embeddings": 4200, "pad_token_id": 0}
+
+    def bert(width: int) -> Callable[[], Any]:
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 12, "num_hidden_layers": 2}
+        return lambda: BertModel(BertConfig(**sizes, **small))
+
+    modern = {"num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    qwen = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    return {
+        "BERT, 384": bert(384), "BERT, 768": bert(768),
+        "ModernBERT, 768, a third of the layers full": lambda: ModernBertModel(ModernBertConfig(**modern, **small)),
+        "Qwen3, 1024": lambda: Qwen3Model(Qwen3Config(**qwen, head_dim=128, **small)),
+    }  # fmt: skip
+
+
+def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    import torch
+
+    from sie_adapter import device
+    from sie_adapter.backbone import Backbone
+    from sie_contracts.costs import text_cost
+
+    torch.set_num_threads(1)
+    sizes = [16, 64, 128, 256, 512, 1024, 2048, 4096]
+    facts = device.attention_facts(torch.device("cpu"), torch.bfloat16)
+    compute = device.Compute(torch.device("cpu"), torch.bfloat16, *device.resolve_attention("auto", facts), facts)
+    say(f"## Time of a token by the length of its text\n\n{BATCH_TOKENS} tokens a batch, one thread, bfloat16. Each beside 16 tokens:")
+    say("measured as processor time, then by its cost.\n")
+    say(f"| backbone, width | {' | '.join(map(str, sizes))} |")
+    say("|---" * (len(sizes) + 1) + "|")
+    for name, made in of_width().items():
+        found = dict[int, list[float]]()
+        with torch.inference_mode():
+            backbone = Backbone(made().to(torch.bfloat16).eval(), compute, sizes[-1])
+            for _ in range(options.rounds + 1):
+                for size in sizes:
+                    batch = backbone.sample((size,) * (BATCH_TOKENS // size))
+                    begun_s = time.thread_time()
+                    backbone.forward(batch)
+                    found.setdefault(size, []).append(time.thread_time() - begun_s)
+        took_s = {size: statistics.median(each[1:]) for size, each in found.items()}
+        cost = {size: text_cost(size, size**2, backbone.crossover_tokens) / size for size in sizes}
+        ratios = [f"{took_s[size] / took_s[16]:.2f}, {cost[size] / cost[16]:.2f}" for size in sizes]
+        say(f"| {name} | {' | '.join(ratios)} |")
     say("")
 
 

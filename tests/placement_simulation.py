@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -112,6 +112,7 @@ class Simulation:
         self._looks_soon = False
         self._planner = Planner(ADOPT_AFTER_S)
         self._table: Placement | None = None
+        self._placed: dict[str, set[int]] = {worker.name: set() for worker in self._workers}  # by the table
         self._beats: dict[str, tuple[float, Heartbeat]] = {}
         self._loads = 0
         self._latencies: list[float] = []
@@ -205,7 +206,9 @@ class Simulation:
     def _pull_more(self, worker: _Worker) -> None:
         """The oldest work that this worker may have, while it has room."""
         while worker.alive and worker.in_hand < HELD:
-            models = [model for model in self._waiting if self._may_pull(worker, model)]
+            # by the table, only a host pulls: a worker has a dozen of 10,000 models
+            some = self._placed[worker.name] & self._waiting.keys() if self._by_table else self._waiting
+            models = [model for model in some if self._may_pull(worker, model)]
             if not models:
                 return
             self._pull(worker, min(models, key=lambda model: self._waiting[model][0]))
@@ -361,6 +364,7 @@ class Simulation:
         if placement is None:
             return
         before, self._table = self._table, placement
+        self._note_placed(before.hosts if before else {}, placement.hosts)
         for name, hosts in placement.hosts.items():
             if len(hosts) > 1 or before is None or before.hosts.get(name) != hosts:
                 for host in hosts:
@@ -368,6 +372,15 @@ class Simulation:
         if self._waiting:
             for worker in self._workers:
                 self._pull_more(worker)
+
+    def _note_placed(self, before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> None:
+        for name in before.keys() | after.keys():
+            old, new = before.get(name, ()), after.get(name, ())
+            if old is not new and old != new:
+                for host in old:
+                    self._placed[host].discard(self._index[name])
+                for host in new:
+                    self._placed[host].add(self._index[name])
 
     def _load_ahead(self, worker: _Worker, model: int) -> None:
         if not worker.alive or worker.leaving or self._role(worker, model) != "ahead":

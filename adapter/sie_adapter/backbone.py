@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sie_adapter import attention, calibration
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
@@ -23,6 +23,7 @@ from sie_adapter.device import Compute, to_device, uses_varlen_kernel
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Int64, Items, Packed, Positions, filled_up, pack
+from sie_contracts import costs
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -35,8 +36,9 @@ _PADDED_WASTE = 1.25  # padded tokens for each real one, at most
 class Backbone:
     """`model` without its head. `forward` may run on several threads at once, under inference mode.
 
-    `vocabulary`: ids are below it. `width`: of a hidden state. `positions`: the longest sequence, None without a limit. `attention`: the
-    backend in force, with `padded` where the packed path does not hold.
+    `vocabulary`: ids are below it. `width`: of a hidden state. `crossover_tokens`: the length at which attention takes as long as all
+    else, by the model's configuration (`costs`). `positions`: the longest sequence, None without a limit. `attention`: the backend in
+    force, with `padded` where the packed path does not hold.
     """
 
     def __init__(self, model: PreTrainedModel, compute: Compute, max_tokens: int, more_samples: int = 0) -> None:
@@ -57,6 +59,7 @@ class Backbone:
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.width: int = model.config.hidden_size
+        self.crossover_tokens = _crossover_tokens(model.config)
         limit = getattr(model.config, "max_position_embeddings", None)
         self.positions: int | None = limit - self._numbering.first if limit else None
         with torch.inference_mode():
@@ -207,6 +210,13 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
             if max_tokens > short:
                 cause = f"its rotary embedding changes past {short} tokens ({kind}): max_tokens may be {short} at most"
                 raise load_failed("INCOMPATIBLE", cause)
+
+
+def _crossover_tokens(config: PretrainedConfig) -> int:
+    layers = config.num_hidden_layers
+    usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * layers
+    return costs.crossover_tokens(config.hidden_size, layers, kinds.count("full_attention"))
 
 
 def _numbering(model: PreTrainedModel) -> Positions:

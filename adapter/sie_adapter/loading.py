@@ -138,6 +138,8 @@ class Loader:
             model.lease = located.lease
             model.certificate = self._certified(model, located.folder, resolved, compute)
             self._note_precision(model, resolved, compute)
+            # families that cut long texts themselves have none
+            model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:

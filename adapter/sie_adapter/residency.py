@@ -40,6 +40,7 @@ class Weights(Protocol):
     precision: str
     requested_precision: str
     precision_reason: str
+    crossover_tokens: int
     max_tokens: int
     rows: Mapping[str, Rows]
     certificate: Mapping[str, Any]
@@ -73,7 +74,7 @@ class Resident:
         return LoadedModel(
             self.model, entry.revision, self.fingerprint, weights.precision, weights.attention, weights.memory_bytes,
             round(now_s - self.last_used_s, 3), self.peak_bytes, dict(weights.certificate), weights.requested_precision,
-            weights.precision_reason,
+            weights.precision_reason, weights.crossover_tokens,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ class BatchTimes:
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
-    def note(self, tokens: int, seconds: float) -> None:
+    def note(self, tokens: float, seconds: float) -> None:
         if tokens > 0 and seconds > 0:
             self._n = 0.99 * self._n + 1
             self._x = 0.99 * self._x + tokens

@@ -188,7 +188,8 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """A resident model, as resolved on this device. `idle_s` since its last use. `memory_bytes` of its weights, `peak_bytes` of its
     activations at most, as far as measured. `requested_precision`: what its entry asks for, else the default; `precision_reason`: why
-    `precision` is another one, empty if it is not."""
+    `precision` is another one, empty if it is not. `crossover_tokens`: the length at which attention takes as long as everything else
+    (`costs`), 0: time grows with tokens alone, or it is not known."""
 
     model: str
     revision: str
@@ -201,6 +202,7 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     certificate: dict[str, Any] = {}
     requested_precision: str = ""
     precision_reason: str = ""
+    crossover_tokens: int = 0
 
 
 class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):

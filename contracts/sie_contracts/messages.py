@@ -260,7 +260,8 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One model on one worker. `load_s` is what its last load took, `oldest_s` the age of the oldest work that is held for it, `cost_rate`
-    the tokens a second that were taken in for it lately, `fetched` how far its weights are while they come to the worker's disk."""
+    the tokens a second that were taken in for it lately, `fetched` how far its weights are while they come to the worker's disk.
+    `crossover_tokens`: the length of a text at which attention takes as long as everything else (`costs`; 0: not known)."""
 
     model: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -274,6 +275,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     cost_rate: float = 0.0
     fetched: Fetched | None = None
     precision: ServedPrecision | None = None
+    crossover_tokens: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):

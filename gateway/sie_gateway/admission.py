@@ -93,7 +93,7 @@ class Permits:
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """What these chunks count as."""
-        return sum(self._ticket.costs[chunk] for chunk in chunks)
+        return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
         """The request has ended."""
@@ -140,27 +140,29 @@ class Admission:
     # ---- refusal
 
     def check(
-        self, key: str, lane: Lane, priority: Priority, residency: str, cost: int, budget_s: float, client: Callable[[], bytes] = bytes
+        self, key: str, lane: Lane, priority: Priority, residency: str, cost: int, budget_s: float, client: Callable[[], bytes] = bytes,
+        squares: int = 0,
     ) -> None:  # fmt: skip
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
 
-        `client` is what it is known by when it comes again, a digest; empty where it cannot be known.
+        `squares`: the sum of the squared tokens of its rows. `client` is what it is known by when it comes again, a digest; empty where it
+        cannot be known.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
         if not place.window.items and not place.window.is_waiting:
             return
         self._look(place, now_s)
-        tokens = place.tokens([cost])[0]
-        refusal = place.judge(now_s, key, tokens, budget_s, self._floor(place), client)
+        time_cost = place.costs([cost], [squares])[0]
+        refusal = place.judge(now_s, key, time_cost, budget_s, self._floor(place), client)
         if refusal is not None:
-            self._refuse(place, "stalled" if refusal.is_stalled else "wait", self._late(place, refusal, tokens, budget_s, client))
+            self._refuse(place, "stalled" if refusal.is_stalled else "wait", self._late(place, refusal, time_cost, budget_s, client))
 
     def _floor(self, place: Place) -> float:
-        """Tokens of as many requests as may be in progress, of the mean cost of those in the queue; at least what the workers take in."""
+        """The cost of as many requests as may be in progress, each the mean of those in the queue; at least what the workers take in."""
         window = place.window
-        mean = window.tokens / window.items if window.items else 0.0
-        return max(self._settings.max_concurrent_requests * mean, sum(host.credit_cost for host in place.hosts))
+        mean = window.cost / window.items if window.items else 0.0
+        return max(self._settings.max_concurrent_requests * mean, window.stretch() * sum(host.credit_cost for host in place.hosts))
 
     def _late(self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s)
@@ -222,9 +224,10 @@ class Admission:
 
     def enter(
         self, key: str, lane: Lane, priority: Priority, residency: str, costs: Sequence[int], size_bytes: int,
-        budget_s: float = math.inf, client: Callable[[], bytes] = bytes, request: str = "",
+        budget_s: float = math.inf, client: Callable[[], bytes] = bytes, request: str = "", squares: Sequence[int] = (),
     ) -> Permits:  # fmt: skip
-        """Permits for chunks of these estimated costs, as many as may go now; the others follow. `request` is what results call it.
+        """Permits for chunks of these estimated tokens, as many as may go now; the others follow. `request` is what results call it,
+        `squares` the sum of the squared tokens of each chunk's rows.
 
         Raises QueueFull where too much waits already.
         """
@@ -234,7 +237,7 @@ class Admission:
         window = place.window
         window.shares.saw(key, now_s)
         self._look(place, now_s)
-        ticket = Ticket(key, place.tokens(costs))
+        ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
         entered = Entered(ticket, now_s + budget_s, client, request)
         permits = Permits(self, place, entered, costs, size_bytes)
         is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
@@ -293,10 +296,12 @@ class Admission:
             return
         place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
         place.hosts = self._fleet.hosts(place.lane, place.residency)
+        place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
         place.bound = bound(
             [host_of(beat) for beat in place.hosts],
             cold_tokens=COLD_CHUNKS * self._settings.chunk_cost, contested=place.window.shares.contested(now_s),
-            mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)), fixed_tokens=place.batches.fixed_tokens(),
+            mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)),
+            fixed_tokens=place.batches.fixed_tokens() / place.window.stretch(),
             replicas=self.peers.count(),
         )  # fmt: skip
 

@@ -11,11 +11,12 @@ SPECIAL_TOKENS = 2
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs `start` to `stop` of a request, and their estimated cost in tokens."""
+    """Inputs `start` to `stop` of a request. `cost`: the estimated tokens of their rows; `squares`: the sum of the squares of these."""
 
     start: int
     stop: int
     cost: int
+    squares: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,19 @@ def split(
     input, such as a query's, and each is run as so many `rows`.
     """
     chunks: list[Chunk] = []
-    start = cost = payload = result = 0
+    start = cost = squares = payload = result = 0
     for index, size in enumerate(sizes_bytes):
-        tokens = rows * min(max_tokens, size // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        length = min(max_tokens, size // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        tokens = rows * length
         expected = item_result_bytes + token_result_bytes * min(max_tokens, size + SPECIAL_TOKENS + each_tokens)
         full = cost + tokens > limits.cost or payload + size > limits.payload_bytes or result + expected > limits.result_bytes
         if full and index > start:
-            chunks.append(Chunk(start, index, cost))
-            start, cost, payload, result = index, 0, 0, 0
+            chunks.append(Chunk(start, index, cost, squares))
+            start, cost, squares, payload, result = index, 0, 0, 0, 0
         cost += tokens
+        squares += tokens * length
         payload += size
         result += expected
     if start < len(sizes_bytes):
-        chunks.append(Chunk(start, len(sizes_bytes), cost))
+        chunks.append(Chunk(start, len(sizes_bytes), cost, squares))
     return chunks

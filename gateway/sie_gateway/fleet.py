@@ -228,6 +228,10 @@ class Fleet:
         found = self._lanes.get(lane)
         return [found.beats[name] for name in sorted(found.loaded.get(residency, ()))] if found is not None else []
 
+    def crossover_tokens(self, residency: str) -> int:
+        """The crossover length of a model (`costs`), as a worker that has it loaded tells; 0 while none does."""
+        return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
+
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads it.
 

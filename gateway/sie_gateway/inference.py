@@ -351,13 +351,13 @@ class Inference:
             )  # fmt: skip
 
         if request.operation in ("tokenize", "decode"):  # nothing of the device
-            chunks = [replace(piece, cost=1) for piece in chunks]
-        costs = [piece.cost for piece in chunks]
+            chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
+        costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         left_s = deadline_s - time.perf_counter()
-        self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), left_s, call.digest)
+        self._admission.check(call.key, lane, request.priority, resolved.residency, sum(costs), left_s, call.digest, sum(squares))
         call.charge.take(sum(costs))
         permits = self._admission.enter(
-            call.key, lane, request.priority, resolved.residency, costs, sum(sizes), left_s, call.digest, call.work_id
+            call.key, lane, request.priority, resolved.residency, costs, sum(sizes), left_s, call.digest, call.work_id, squares
         )
 
         def on_taken(result: WorkResult) -> None:

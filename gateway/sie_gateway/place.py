@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from sie_contracts.batch_times import BatchTimes
+from sie_contracts.costs import text_cost
 from sie_contracts.messages import Heartbeat, Ok, Priority, WorkResult
 from sie_contracts.topology import Lane
 from sie_gateway.drain import Drain, Wait
@@ -70,6 +71,7 @@ class Place:
         self.turns = Turns()
         self.entered: dict[Ticket, Entered] = {}  # in their order
         self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
+        self.crossover_tokens = 0  # of the model, 0 while not known
         self.bound = Bound()
         self.hosts: list[Heartbeat] = []
         self.version = -1
@@ -82,6 +84,12 @@ class Place:
     def tokens(self, costs: Sequence[int]) -> list[int]:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
+    def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
+        """The costs of chunks with so many tokens, and squared tokens, as estimated."""
+        scale = self.scale or 1.0
+        both = zip(tokens, squares, strict=True)
+        return [max(1, round(text_cost(scale * each, scale * scale * square, self.crossover_tokens))) for each, square in both]
+
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """A chunk was let into the queue."""
         self._busy_s = min(self._busy_s, now_s)
@@ -89,7 +97,8 @@ class Place:
 
     def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
         """Learn from a result what an estimated token really is, what a batch takes, and how fast the queue empties."""
-        self.batches.note(result.batch.tokens, result.stages.inference_ms / 1000)
+        ran = result.batch
+        self.batches.note(text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000)
         tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
         if tokens:
             ratio = tokens / estimate
@@ -127,14 +136,14 @@ class Place:
         return max(1, sum(_lanes(host) for host in self.hosts))
 
     def _full_tokens(self, cost: float) -> float:
-        """Of a full batch: by tokens, or by messages such as those in the queue."""
+        """The cost of a full batch: by tokens, or by messages such as those in the queue."""
         window = self.window
         message = window.tokens / window.items if window.items else cost
         found = []
         for host in self.hosts:
             by_items = host.credit_items * host.batch_cost / host.credit_cost * message if host.credit_cost else math.inf
             found.append(min(host.batch_cost or math.inf, by_items))
-        return max(1.0, sum(found) / len(found)) if found else math.inf
+        return max(1.0, window.stretch() * sum(found) / len(found)) if found else math.inf
 
     def judge(self, now_s: float, key: str, cost: float, budget_s: float, floor: float, client: Callable[[], bytes]) -> Refusal | None:
         """Whether to refuse a request of `cost` tokens that came with this budget. Up to `floor` tokens of work it takes more to refuse."""
@@ -160,7 +169,7 @@ class Place:
         """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of the wait when they
         were let in was wrong."""
         window = self.window
-        everything = window.tokens + sum(window.waiting_tokens().values())
+        everything = window.cost + sum(window.waiting_costs().values())
         if not self.entered or not self.hosts or not self.wait(now_s, everything, 0.0).evidence:
             return []
         batch = self.drain.batch(now_s)
@@ -193,21 +202,21 @@ class Place:
         for entered, _ in late:
             entered.is_decided = True
         gone = sum(entered.cost for entered, _ in late)
-        stays = self.window.tokens + sum(self.window.waiting_tokens().values()) - gone
+        stays = self.window.cost + sum(self.window.waiting_costs().values()) - gone
         for entered, wait in late:
             yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / TURN_PACE)
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
-        sizes = sorted(self.window.waiting_tokens().values())
+        sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
-            own, mine = self.window.waiting_tokens()[key], 0.0
+            own, mine = self.window.waiting_costs()[key], 0.0
             for entered in those:
                 most = mine + entered.cost
                 smaller = bisect.bisect_right(sizes, most)
                 others = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
-                yield entered, self.window.tokens + mine + others
+                yield entered, self.window.cost + mine + others
                 mine = most
 
 

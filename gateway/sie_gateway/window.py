@@ -5,7 +5,7 @@
 Two bounds hold for what is in the queue. A key has at most its window in a lane and priority (`Shares`). All keys together have at most
 what the workers that host the model take in (`bound`): a queue is first in, first out, so whatever stands in it is what the next request of
 another key waits for, and the window of one key alone is several times what the adapters hold. What is over waits in the gateway, where
-keys take turns by tokens: deficit round robin (Shreedhar and Varghese, 1996).
+keys take turns by cost: deficit round robin (Shreedhar and Varghese, 1996).
 
 Within a key the first chunks of its requests alternate with the further chunks of its oldest, so that a small request never waits for the
 whole of a large one, while large ones are finished one after the other.
@@ -109,12 +109,20 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """The chunks of one request, by cost. Those before `next` were granted, those in `held` are in the queue."""
+    """The chunks of one request. Those before `next` were granted, those in `held` are in the queue.
+
+    `costs` is the time of each, in tokens of short texts (`sie_contracts.costs`): keys take turns by it, and waits come of it. `tokens` is
+    what workers and the windows of keys count, and the same unless it is given.
+    """
 
     key: str
     costs: Sequence[int]
+    tokens: Sequence[int] = ()
     next: int = 0
     held: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or self.costs
 
     @property
     def waiting(self) -> bool:
@@ -124,13 +132,14 @@ class Ticket:
 class _Flow:
     """What a key has waiting: requests that have had nothing yet, and those that have begun, each in order of arrival."""
 
-    __slots__ = ("begun", "deficit", "fresh", "key", "tokens", "turn")
+    __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
 
     def __init__(self, key: str, quantum: int) -> None:
         self.key = key
         self.fresh: deque[Ticket] = deque()
         self.begun: deque[Ticket] = deque()
         self.deficit = quantum
+        self.cost = 0
         self.tokens = 0
         self.turn = False  # of those that have begun
 
@@ -143,12 +152,13 @@ class Window:
     """Work of one model at one priority of a lane. `shares` are those of its lane and priority."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: the tokens of a turn, about those of a chunk."""
+        """`quantum`: the cost of a turn, about that of a chunk."""
         self.shares = shares
-        self.tokens = 0  # in the queue
+        self.cost = 0  # of what is in the queue
+        self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        self._passed = 0  # tokens that went by while the first of the ring waits for room
+        self._passed = 0  # cost of what went by while the first of the ring waits for room
         self._flows: dict[str, _Flow] = {}
         self._ring: deque[_Flow] = deque()
 
@@ -164,14 +174,22 @@ class Window:
         """Tokens that wait in this gateway, by key."""
         return {key: flow.tokens for key, flow in self._flows.items()}
 
+    def waiting_costs(self) -> dict[str, int]:
+        """The cost of what waits in this gateway, by key."""
+        return {key: flow.cost for key, flow in self._flows.items()}
+
+    def stretch(self) -> float:
+        """The cost of a token of what is in the queue: 1 of short texts."""
+        return self.cost / self.tokens if self.tokens else 1.0
+
     def ahead(self, key: str, cost: float) -> float:
-        """Tokens that run before the last of a new request of `cost` tokens may start. Keys take turns by tokens, so of each other key no
+        """The cost of what runs before the last of a new request of this cost may start. Keys take turns by cost, so of each other key no
         more than of one's own comes first."""
         if not self._flows:
-            return self.tokens
-        mine = self._flows[key].tokens if key in self._flows else 0
-        others = sum(min(flow.tokens, mine + cost) for name, flow in self._flows.items() if name != key)
-        return self.tokens + mine + others
+            return self.cost
+        mine = self._flows[key].cost if key in self._flows else 0
+        others = sum(min(flow.cost, mine + cost) for name, flow in self._flows.items() if name != key)
+        return self.cost + mine + others
 
     def join(self, ticket: Ticket) -> None:
         """Queue a request behind those of its key."""
@@ -180,22 +198,23 @@ class Window:
             flow = self._flows[ticket.key] = _Flow(ticket.key, self._quantum)
             self._ring.append(flow)
         flow.fresh.append(ticket)
-        flow.tokens += sum(ticket.costs)
+        flow.cost += sum(ticket.costs)
+        flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: Bound, key_limit: float) -> list[tuple[Ticket, int]]:
         """Permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn; while it waits, smaller ones
-        of other keys may pass it, a turn's tokens in all."""
+        of other keys may pass it, a turn's cost in all."""
         granted: list[tuple[Ticket, int]] = []
         ring, blocked = self._ring, 0
         while ring and blocked < len(ring):
             flow = ring[0]
             ticket = flow.head()
-            cost = ticket.costs[ticket.next]
-            if not self.shares.fits(flow.key, cost, key_limit):
+            cost, tokens = ticket.costs[ticket.next], ticket.tokens[ticket.next]
+            if not self.shares.fits(flow.key, tokens, key_limit):
                 blocked += 1
                 ring.rotate(-1)
                 continue
-            if not self._has_room(cost, most):
+            if not self._has_room(tokens, most):
                 granted += self._pass(flow, most, key_limit)
                 break
             blocked = 0
@@ -208,17 +227,17 @@ class Window:
             self._take(flow, ticket, cost)
         return granted
 
-    def _has_room(self, cost: int, most: Bound) -> bool:
-        return not self.items or (self.tokens + cost <= most.tokens and self.items < most.items)
+    def _has_room(self, tokens: int, most: Bound) -> bool:
+        return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _pass(self, first: _Flow, most: Bound, key_limit: float) -> list[tuple[Ticket, int]]:
         granted: list[tuple[Ticket, int]] = []
         for flow in [flow for flow in self._ring if flow is not first]:
             while flow.fresh or flow.begun:
                 ticket = flow.head()
-                cost = ticket.costs[ticket.next]
+                cost, tokens = ticket.costs[ticket.next], ticket.tokens[ticket.next]
                 least = min(flow.deficit, self._quantum - self._passed)
-                if cost > least or not self._has_room(cost, most) or not self.shares.fits(flow.key, cost, key_limit):
+                if cost > least or not self._has_room(tokens, most) or not self.shares.fits(flow.key, tokens, key_limit):
                     break
                 self._passed += cost
                 granted.append((ticket, ticket.next))
@@ -228,7 +247,8 @@ class Window:
     def _take(self, flow: _Flow, ticket: Ticket, cost: int) -> None:
         self.admit(ticket)
         flow.deficit -= cost
-        flow.tokens -= cost
+        flow.cost -= cost
+        flow.tokens -= ticket.tokens[ticket.next - 1]
         if ticket.next == 1:
             flow.fresh.popleft()
             flow.turn = True
@@ -242,29 +262,31 @@ class Window:
 
     def admit(self, ticket: Ticket) -> None:
         """Count the ticket's next chunk as in the queue."""
-        cost = ticket.costs[ticket.next]
+        tokens = ticket.tokens[ticket.next]
+        self.cost += ticket.costs[ticket.next]
+        self.tokens += tokens
+        self.items += 1
+        self.shares.add(ticket.key, tokens)
         ticket.held.add(ticket.next)
         ticket.next += 1
-        self.tokens += cost
-        self.items += 1
-        self.shares.add(ticket.key, cost)
 
     def fits_now(self, ticket: Ticket, most: Bound, key_limit: float) -> bool:
         """Whether a request of one chunk may pass at once: nobody waits and there is room. It is not to `join` then."""
-        cost = ticket.costs[0]
-        if self._flows or not self._has_room(cost, most):
+        tokens = ticket.tokens[0]
+        if self._flows or not self._has_room(tokens, most):
             return False
-        return self.shares.fits(ticket.key, cost, key_limit)
+        return self.shares.fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
         """The chunk has left the queue. False if that was known, or it never was in it."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)
-        cost = ticket.costs[chunk]
-        self.tokens -= cost
+        tokens = ticket.tokens[chunk]
+        self.cost -= ticket.costs[chunk]
+        self.tokens -= tokens
         self.items -= 1
-        self.shares.add(ticket.key, -cost)
+        self.shares.add(ticket.key, -tokens)
         return True
 
     def leave(self, ticket: Ticket) -> None:
@@ -275,7 +297,8 @@ class Window:
             return
         flow = self._flows[ticket.key]
         (flow.begun if ticket.next else flow.fresh).remove(ticket)
-        flow.tokens -= sum(ticket.costs[ticket.next :])
+        flow.cost -= sum(ticket.costs[ticket.next :])
+        flow.tokens -= sum(ticket.tokens[ticket.next :])
         ticket.next = len(ticket.costs)
         self._drop_if_empty(flow)
 

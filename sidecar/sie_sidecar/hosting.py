@@ -129,7 +129,7 @@ class Hosted:
             self.name, state, loaded.memory_bytes if loaded else 0, self.held, loaded.fingerprint if loaded else "",
             self.error.info() if self.error else None, loaded.certificate or None if loaded else None, self.load_s,
             cost_rate=round(self.cost_rate(now_s), 1), fetched=fetched if state == "loading" else None,
-            precision=_precision(loaded) if loaded else None,
+            precision=_precision(loaded) if loaded else None, crossover_tokens=loaded.crossover_tokens if loaded else 0,
         )  # fmt: skip
 
     def cool_down_s(self) -> float:

@@ -169,6 +169,10 @@ EXAMPLES: dict[str, Any] = {
         worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
         models=(ModelStatus("org/model", "loaded", precision=ServedPrecision("float32", "bfloat16", "no instructions")),),
     ),
+    "heartbeat-1-crossover": Heartbeat(
+        worker="w1", pool="_default", machine_profile="l4", bundle="default", ready=True, version="0.1.0",
+        models=(ModelStatus("org/model", "loaded", crossover_tokens=1152),),
+    ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),
     "ipc2-Ping": ipc.Ping(("org/model",)),
@@ -208,6 +212,9 @@ EXAMPLES: dict[str, Any] = {
     "ipc2-Ready-precision": ipc.Ready(
         LoadedModel("org/model", "abc", "f00d", "float32", "sdpa", requested_precision="bfloat16", precision_reason="no instructions"),
         b"{}", 512,
+    ),
+    "ipc2-Ready-crossover": ipc.Ready(
+        LoadedModel("org/model", "abc", "f00d", "float32", "sdpa", crossover_tokens=1152), b"{}", 512,
     ),
     "ipc2-BatchStarted": ipc.BatchStarted("w1-7"),
     "ipc2-BatchDone": ipc.BatchDone("w1-7", _OUTCOMES, _BLOCK, 3.5, 0.5),

@@ -688,6 +688,14 @@ class PrecisionStatus(V1Status):
     precision: OldPrecision | None = None
 
 
+class CrossoverStatus(PrecisionStatus):
+    crossover_tokens: int = 0
+
+
+class CrossoverHeartbeat(V1Heartbeat, tag="heartbeat/1"):
+    models: tuple[CrossoverStatus, ...] = ()
+
+
 class PrecisionHeartbeat(V1Heartbeat, tag="heartbeat/1"):
     models: tuple[PrecisionStatus, ...] = ()
 
@@ -699,6 +707,14 @@ class PrecisionLoaded(P2Loaded):
 
 class PrecisionReady(KindsReady, tag="Ready"):
     loaded: PrecisionLoaded
+
+
+class CrossoverLoaded(PrecisionLoaded):
+    crossover_tokens: int = 0
+
+
+class CrossoverReady(KindsReady, tag="Ready"):
+    loaded: CrossoverLoaded
 
 
 class FetchingPong(P2Pong, tag="Pong"):
@@ -721,6 +737,7 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "work-1-kinds": KindsWork, "work-1-rerank": RerankWork, "ipc2-RunBatch-given": KindsRunBatch, "ipc2-Ready-kinds": KindsReady,
     "work-1-traced": TracedWork, "ipc2-RunBatch-traced": TracedRunBatch,
     "heartbeat-1-precision": PrecisionHeartbeat, "ipc2-Ready-precision": PrecisionReady,
+    "heartbeat-1-crossover": CrossoverHeartbeat, "ipc2-Ready-crossover": CrossoverReady,
     "ipc2-RunBatch-copy": CopyRunBatch, "heartbeat-1-fetched": FetchedHeartbeat, "ipc2-Pong-fetching": FetchingPong,
     "heartbeat-1-capacity": QueueHeartbeat, "placement-1": QueuePlacement, "dead-1": QueueDeadLetter,
     "heartbeat-1-items": ItemsHeartbeat, "gateway-1": QueueGateway, "gateway-1-qps": StatusGateway, "work-1-endpoint": StatusWork,
@@ -744,6 +761,7 @@ OLDER_READERS = {
     "work-1-traced": V1Work, "ipc2-RunBatch-traced": CopyRunBatch,
     "ipc2-RunBatch-copy": P2RunBatch, "heartbeat-1-fetched": V1Heartbeat, "ipc2-Pong-fetching": P2Pong,
     "heartbeat-1-precision": V1Heartbeat, "ipc2-Ready-precision": P2Ready,
+    "heartbeat-1-crossover": PrecisionHeartbeat, "ipc2-Ready-crossover": PrecisionReady,
     "ipc2-RunBatch-given": P2RunBatch, "ipc2-Ready-kinds": P2Ready, "gateway-1-qps": QueueGateway, "work-1-endpoint": V1Work,
     "ipc2-Description-device": P2Description, "ipc2-Description-batches": StatusDescription,
     "result-1-payload": V1Result, "heartbeat-1-items": QueueHeartbeat, "result-1-swapped": V1Result, "ipc2-BatchDone-padded": P2BatchDone,

@@ -183,8 +183,8 @@ def split(sizes: list[int], **limits: int) -> list[Chunk]:
 def test_a_query_counts_with_every_input_up_to_the_model_s_limit() -> None:
     """Texts of 10 tokens, with a query of 20, and with one that fills every row."""
     sizes = [32] * 10
-    assert split(sizes, cost=60) == [Chunk(0, 6, 60), Chunk(6, 10, 40)]
-    assert split(sizes, cost=60, each_tokens=20) == [Chunk(start, start + 2, 60) for start in range(0, 10, 2)]
+    assert split(sizes, cost=60) == [Chunk(0, 6, 60, 600), Chunk(6, 10, 40, 400)]
+    assert split(sizes, cost=60, each_tokens=20) == [Chunk(start, start + 2, 60, 1800) for start in range(0, 10, 2)]
     assert [piece.cost for piece in split(sizes, cost=60, each_tokens=500)] == [100] * 10
 
 
@@ -196,7 +196,7 @@ def test_results_that_grow_with_tokens_bound_a_chunk() -> None:
 
 
 def test_an_input_that_is_run_once_for_each_label_costs_as_much() -> None:
-    assert split([32] * 10, cost=60, rows=3) == [Chunk(start, start + 2, 60) for start in range(0, 10, 2)]
+    assert split([32] * 10, cost=60, rows=3) == [Chunk(start, start + 2, 60, 600) for start in range(0, 10, 2)]
 
 
 @pytest.mark.parametrize("msgpack", [False, True])

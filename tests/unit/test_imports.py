@@ -24,7 +24,8 @@ HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
 
 # modules of pure functions and plain data: the standard library, msgspec and numpy, and each other
 CORE = {
-    "sie_contracts.aliases", "sie_contracts.batch_times", "sie_contracts.bundles", "sie_contracts.names", "sie_contracts.trace_context",
+    "sie_contracts.aliases", "sie_contracts.batch_times", "sie_contracts.bundles", "sie_contracts.costs", "sie_contracts.names",
+    "sie_contracts.trace_context",
     "sie_contracts.messages", "sie_contracts.options", "sie_contracts.ipc", "sie_contracts.topology", "sie_contracts.catalogue",
     "sie_contracts.errors", "sie_contracts.arrays", "sie_contracts.settings", "sie_contracts.muvera", "sie_sidecar.batch",
     "sie_sidecar.quantum", "sie_sidecar.rate", "sie_sidecar.cost", "sie_contracts.placement", "sie_gateway.chunk",

@@ -293,6 +293,7 @@ class Toy:
     tokenizer = b""
     memory_bytes = 0
     attention = precision = requested_precision = "toy"
+    crossover_tokens = 0
     precision_reason = ""
     certificate: ClassVar[dict[str, str]] = {}
 

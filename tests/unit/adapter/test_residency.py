@@ -25,6 +25,7 @@ class FakeWeights:
     attention: str = "sdpa"
     precision: str = "float32"
     requested_precision: str = "float32"
+    crossover_tokens: int = 0
     precision_reason: str = ""
     max_tokens: int = 8
     certificate: dict[str, str] = field(default_factory=dict)
