@@ -11,6 +11,7 @@ import sie_contracts
 from sie_config.mirror import Snapshot
 from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number
 from sie_contracts.runtime.metrics_table import OTHER
+from sie_contracts.runtime.protocol import REFUSED
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 _PREFIX = "/v1/configs/"
@@ -26,9 +27,16 @@ class Metrics(Collector):
         self.registry = make.registry
         self._requests = make.counters("sie_config_requests")
         self._seconds = make.histograms("sie_config_request_seconds")
+        self.refused = make.counters("sie_config_refused_below_routes")
+        for reason in REFUSED:
+            self.refused.labels(reason)
         self._scrape = Scrape("config")
         self._last_read = last_read
         self.registry.register(self)
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that no route saw; `reason` is one of REFUSED."""
+        self.refused.labels(reason).inc()
 
     def answered(self, path: str, method: str, status: int, seconds: float) -> None:
         """Account for a request, once its answer has left."""

@@ -58,7 +58,9 @@ async def run(
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer
-    server = HttpServer(create_app(service), host, port, setting="--port", allowed_hosts=settings.allowed_hosts)
+    server = HttpServer(
+        create_app(service), host, port, setting="--port", allowed_hosts=settings.allowed_hosts, refused=service.metrics.count_refused
+    )
     await server.start()
     _logger.info("config service listening on %s:%d", host, server.port)
     if on_listening is not None:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 import sie_contracts
 from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
+from sie_contracts.runtime.protocol import REFUSED
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway
@@ -45,6 +46,9 @@ class Metrics:
         self.inbox_dropped = make.counter("sie_gateway_inbox_dropped")
         self.payload_offloads = make.counter("sie_gateway_queue_payload_offloads")
         self.deliveries = make.histogram("sie_gateway_chunk_deliveries")
+        self.refused = make.counters("sie_gateway_refused_below_routes")
+        for reason in REFUSED:
+            self.refused.labels(reason)
         self.provisioning = make.counter("sie_gateway_provisioning_responses")
         self.alias_requests = make.counters("sie_gateway_alias_requests")
         self.shadows = make.counters("sie_gateway_shadows")
@@ -53,6 +57,10 @@ class Metrics:
         self.shadow_rank = make.histograms("sie_gateway_shadow_rank_correlation")
         self.pool_events = make.counters("sie_gateway_pool_events")
         self.active_lease_gpus = make.gauge("sie_gateway_active_lease_gpus")
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that no route saw; `reason` is one of REFUSED."""
+        self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
         """Account for a request, once its answer has left. `endpoint` and `machine_profile` come from fixed sets, never from a client.

@@ -106,11 +106,14 @@ async def serve(
     gateway = Gateway(settings, broker, feed, fleet, inference, metrics, status, scaling, admission, demand, keys, pools, lag)
     gateway.tracer = tracer
     names = settings.allowed_hosts
-    main = HttpServer(create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol, allowed_hosts=names)
+    main = HttpServer(
+        create_app(gateway), host, port, setting="--port", websockets=WebSocketProtocol, allowed_hosts=names, refused=metrics.count_refused
+    )
     try:
         side = HttpServer(
-            metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT", allowed_hosts=names
-        )
+            metrics_app(gateway), host, settings.gateway_metrics_port, setting="SIE_GATEWAY_METRICS_PORT", allowed_hosts=names,
+            refused=metrics.count_refused,
+        )  # fmt: skip
     except SettingError:
         await main.stop()
         raise

@@ -19,6 +19,7 @@ from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, WorkResult
 from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
 from sie_contracts.runtime.metrics_table import OOM, OTHER
+from sie_contracts.runtime.protocol import REFUSED
 
 if TYPE_CHECKING:
     from sie_sidecar.health import Health
@@ -47,15 +48,20 @@ class Metrics:
         self.certificates = make.counters("sie_certificates")
         self.deliveries = make.counters("sie_deliveries")
         self.settlements = make.counters("sie_settlements")
+        self.refused = make.counters("sie_refused_below_routes")
         self.dead_letters = make.counters("sie_dead_letters")
         for metric, values in (
             (self.deliveries, ("true", "false")), (self.settlements, _OUTCOMES), (self.dead_letters, ("kept", "lost")),
-            (self.certificates, ("passed", "failed")),
+            (self.certificates, ("passed", "failed")), (self.refused, REFUSED),
         ):  # fmt: skip
             for value in values:
                 metric.labels(value)
         self.poisoned = make.counter("sie_poisoned_inputs")
         self.adapter_deaths = make.counter("sie_adapter_deaths")
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that no route saw; `reason` is one of REFUSED."""
+        self.refused.labels(reason).inc()
 
     def loaded(self, model: str, *, certified: bool) -> None:
         self.loads.labels(model).inc()

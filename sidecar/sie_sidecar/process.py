@@ -72,7 +72,7 @@ async def serve(
     status = Status(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
     http = HttpServer(
         worker_app(health, metrics, status), host, settings.worker_metrics_port, setting="SIE_WORKER_METRICS_PORT",
-        websockets=WebSocketProtocol, allowed_hosts=settings.allowed_hosts,
+        websockets=WebSocketProtocol, allowed_hosts=settings.allowed_hosts, refused=metrics.count_refused,
     )  # fmt: skip
     await http.start()
     tasks = Tasks(_logger, stop.request)

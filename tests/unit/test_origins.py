@@ -9,11 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 from inprocess import InProcess, free_port, settings_of, until
+from prometheus_client.parser import text_string_to_metric_families
 
 import sie_config.process
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.runtime.origins import Names
 from sie_contracts.runtime.process import Stop
+from sie_contracts.runtime.protocol import REFUSED
 from sie_contracts.settings import SettingError
 
 LOOPBACK, CLUSTER = "127.0.0.1", "0.0.0.0"
@@ -100,6 +102,23 @@ def test_pages_of_listed_hosts_may_and_a_star_lists_no_page() -> None:
     assert of(("*",), "https://evil.com") == "origin"
 
 
+async def refusals_of(client: httpx.AsyncClient, url: str, name: str) -> dict[str, float]:
+    """What the process counted, by the reason: one series for each, whatever was sent."""
+    families = text_string_to_metric_families((await client.get(f"{url}/metrics")).text)
+    return {sample.labels["reason"]: sample.value for family in families for sample in family.samples if sample.name == name}
+
+
+async def test_what_is_no_http_is_counted(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway()
+        reader, writer = await asyncio.open_connection(LOOPBACK, int(gateway.url.rpartition(":")[2]))
+        writer.write(b"this is no HTTP\r\n\r\n")
+        async with asyncio.timeout(30):
+            assert b" 400 " in await reader.readline()
+        writer.close()
+        assert await gateway.metric("sie_gateway_refused_below_routes_total", reason="malformed") == 1
+
+
 @pytest.mark.parametrize("listed", ["", "sie.example.com"], ids=["unset", "listed"])
 async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: Path, listed: str) -> None:
     """SIE_ALLOWED_HOSTS; a foreign Host and a foreign page at API, metrics port, worker and config service."""
@@ -112,7 +131,8 @@ async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: 
     try:
         async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:
             gateway, sidecar = await cluster.gateway(**environ), await cluster.sidecar(**environ)
-            for url in (gateway.url, gateway.side_url, sidecar.side_url, f"http://{LOOPBACK}:{await listening}"):
+            config_url = f"http://{LOOPBACK}:{await listening}"
+            for url in (gateway.url, gateway.side_url, sidecar.side_url, config_url):
 
                 async def ask(method: str = "GET", url: str = url, **headers: str) -> httpx.Response:
                     names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -129,6 +149,12 @@ async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: 
                 assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "origin")
                 assert (await ask("POST", sec_fetch_site="cross-site")).status_code == 403
                 assert (await ask("POST")).status_code != 403
+            by_host = 1 if listed else 2
+            for url, prefix, listeners in (
+                (gateway.side_url, "sie_gateway", 2), (sidecar.side_url, "sie", 1), (config_url, "sie_config", 1)
+            ):  # fmt: skip
+                counted = await refusals_of(client, url, f"{prefix}_refused_below_routes_total")
+                assert counted == {**dict.fromkeys(REFUSED, 0), "host": by_host * listeners, "origin": 2 * listeners}, url
     finally:
         stop.request()
         await until(config.done, "the end of the config service")

@@ -34,7 +34,7 @@ from sie_contracts.runtime.asgi import (
 )
 from sie_contracts.runtime.metrics import Registry
 from sie_contracts.runtime.origins import Guarded, Names
-from sie_contracts.runtime.protocol import HEAD_S, MAX_HEAD_BYTES, Protocol, State
+from sie_contracts.runtime.protocol import HEAD_S, MAX_HEAD_BYTES, Protocol, Refusals, State
 from sie_contracts.settings import SettingError
 
 __all__ = [
@@ -59,22 +59,24 @@ class HttpServer:
 
     def __init__(
         self, app: App, host: str, port: int, *, setting: str, root_path: str = "", websockets: type[asyncio.Protocol] | None = None,
-        allowed_hosts: Sequence[str] | None = None,
+        allowed_hosts: Sequence[str] | None = None, refused: Callable[[str], object] | None = None,
     ) -> None:  # fmt: skip
-        """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`."""
+        """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`. `refused` is called with the
+        reason of each request that no application sees, one of `protocol.REFUSED`."""
         try:
             self._socket = _listen(host, port)
         except OSError as error:
             raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         self.port: int = self._socket.getsockname()[1]
+        refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(app, Names(host, allowed_hosts)), interface="asgi3", loop="none", http=Protocol, ws=websockets or "none",
+            Guarded(app, Names(host, allowed_hosts), refusals), interface="asgi3", loop="none", http=Protocol, ws=websockets or "none",
             ws_per_message_deflate=False, ws_max_size=WEBSOCKET_MESSAGE_BYTES,
             lifespan="off", log_config=None, access_log=False, root_path=root_path,
             timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=False, server_header=False, date_header=False,
         )  # fmt: skip
         self._server = _Server(config)
-        self._server.server_state = self._state = State()
+        self._server.server_state = self._state = State(refusals)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -51,6 +51,10 @@ _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 _ENDPOINTS = 22  # of a gateway
 _CHUNK_ENDPOINTS = 6
+_BELOW = (
+    "Requests that no route saw: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (no HTTP/1.1), "
+    "`connections` (too many), `unread` (a reply that its client did not read)"
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ _GATEWAY = (
     Metric(
         "sie_gateway_rejected_requests", "counter", "Refused before queueing", ("machine_profile", "bundle", "reason"), 48, 16,
     ),
+    Metric("sie_gateway_refused_below_routes", "counter", _BELOW, ("reason",), 5),
     Metric("sie_gateway_provisioning_responses", "counter", "Requests told to wait for a worker that starts"),
     Metric("sie_gateway_reattached", "counter", "Clients that came back to a run of theirs"),
     Metric("sie_gateway_abandoned", "counter", "Runs cancelled because their clients stayed away"),
@@ -209,6 +214,7 @@ _WORKER = (
     Metric("sie_certificates", "counter", "Loads by what the checks of the loaded model said", ("result",), 2),
     # the process
     Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
+    Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 5),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
     Metric("sie_adapter_deaths", "counter", "Adapters that went away"),
     Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
@@ -220,6 +226,7 @@ _CONFIG = (
     Metric("sie_config_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_config_ready", "gauge", "1 once the catalogue is built"),
     Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
+    Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 5),
     Metric("sie_config_request_seconds", "histogram", "Head received to reply sent", ("route",), 12, 1, _REQUEST_S),
     Metric("sie_config_catalogue_epoch", "gauge", "Writes of the catalogue that this replica has read, absent before the first"),
     Metric("sie_config_models", "gauge", "Models in the catalogue, aliases included, absent before it was read"),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from sie_contracts.errors import PermissionDenied, SIEError
 from sie_contracts.runtime.asgi import App, Receive, Scope, Send, refuse, refuse_upgrade
-from sie_contracts.runtime.protocol import refusals
+from sie_contracts.runtime.protocol import Refusals
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
@@ -88,9 +88,10 @@ class Names:
 class Guarded:
     """`app` for requests that name this listener, and come from no page of somebody else."""
 
-    def __init__(self, app: App, names: Names) -> None:
+    def __init__(self, app: App, names: Names, refusals: Refusals) -> None:
         self.app = app
         self._names = names
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -98,7 +99,7 @@ class Guarded:
         try:
             self._names.check(scope)
         except SIEError as error:
-            refusals.note(error.message)
+            self._refusals.note(error.reason, error.message)
             await (refuse if scope["type"] == "http" else refuse_upgrade)(send, error)
             return
         await self.app(scope, receive, send)

@@ -43,22 +43,26 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 _logger = logging.getLogger("sie.http")
 
 
-class _Refusals:
-    """Counts what is refused below any application, in one line each TELL_S: whoever sends garbage must not fill the log."""
+REFUSED = ("host", "origin", "malformed", "connections", "unread")  # the reasons for which something is refused below any application
 
-    def __init__(self) -> None:
+
+class Refusals:
+    """What is refused below any application: each one is counted by its reason, and the log has one line each TELL_S, since whoever sends
+    garbage must not fill it. `count` is called with one of REFUSED."""
+
+    def __init__(self, count: Callable[[str], object] | None = None) -> None:
+        self._tally = count
         self._count = 0
         self._told_s = -TELL_S
 
-    def note(self, message: str) -> None:
+    def note(self, reason: str, message: str) -> None:
+        if self._tally is not None:
+            self._tally(reason)
         self._count += 1
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_S:
             _logger.info("%d requests were refused before they reached a route, the last one: %s", self._count, message)
             self._count, self._told_s = 0, now_s
-
-
-refusals = _Refusals()
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
@@ -77,6 +81,10 @@ class State(ServerState):
     """What the connections of a server share."""
 
     leaving = False
+
+    def __init__(self, refusals: Refusals | None = None) -> None:
+        super().__init__()
+        self.refusals = refusals or Refusals()
 
 
 class _Outlet:
@@ -266,7 +274,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, error: SIEError) -> None:
         """Answer what cannot be read, and close. What comes behind a request that is still answered stays unanswered: its client would
         take the refusal for the other answer."""
-        refusals.note(error.message)
+        self.server_state.refusals.note("connections" if error.retryable else "malformed", error.message)
         self._head_done()
         if self.transport.is_closing():
             return
@@ -362,5 +370,5 @@ class Protocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < before_bytes:
             self._watch_writes()
         else:
-            refusals.note("a response that its client did not read")
+            self.server_state.refusals.note("unread", "a response that its client did not read")
             self.transport.abort()
