@@ -3,7 +3,8 @@
     jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
 Jobs share a batch when their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job has waited its
-bound, or at once when the device is idle and nothing more is expected; while the device is busy batches grow.
+bound, or at once when the device is idle and nothing more is expected; while the device is busy batches grow. Of a full batch only the
+first jobs run where the deadlines of those in it allow no more (`sizing`).
 
 Order: interactive work first, but between two bulk batches at most `bulk_max_overtakes` interactive ones. Within a priority the model
 whose oldest job has waited longest; within a model its keys (LoRAs, operations) in turn, so that a backlog of one does not hold the others.
@@ -14,15 +15,21 @@ keys of its model that have work. With k overtakes that is K + ceil(K / k) batch
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
+from sie_contracts.batch_times import BatchTimes
+from sie_sidecar.sizing import Ask, fitting
+
 T = TypeVar("T")
 
 READY_PER_LANE = 2  # full batches that may wait for each lane
+TIMES_OVER = 20  # batches from which is learnt what one of this model takes
+MAX_TIMES = 1024  # models of which that is known
 LOOK_AHEAD = 4  # batches' worth of jobs among which a model that pads may choose
 
 
@@ -59,17 +66,20 @@ class Device:
     """`running` batches of `lanes` that can run at once, and `sent` batches out of `depth` that may be sent ahead.
 
     `more_expected`: deliveries are on their way or not yet tokenised, so an idle device may wait for them, within the bound.
+    `busy_s`: seconds until a batch that is sent now would begin, as predicted.
     """
 
     sent: int
     lanes: int
     depth: int
     more_expected: bool
+    busy_s: float = 0.0
 
 
 @dataclass
 class Job(Generic[T]):
-    """One tokenised work item. `cost` in tokens. `alone`: it was in a batch that killed an adapter and now runs by itself."""
+    """One tokenised work item. `cost` in tokens. `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at
+    `deadline_s`, and had `budget_s` seconds when it was published."""
 
     key: BatchKey
     cost: int
@@ -77,6 +87,8 @@ class Job(Generic[T]):
     work: T
     bulk: bool = False
     alone: bool = False
+    deadline_s: float = math.inf
+    budget_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -120,8 +132,8 @@ class _Queue(Generic[T]):
         self.cost += job.cost
         self.alone += job.alone
 
-    def take(self, limits: Limits) -> list[Job[T]]:
-        """The oldest job and what runs with it, in order of arrival. An oversize job runs alone."""
+    def take(self, limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+        """The oldest job and what runs with it from `begins_s` on, in order of arrival. An oversize job runs alone."""
         head = self.jobs[0]
         if head.alone:
             places = [0]
@@ -129,6 +141,8 @@ class _Queue(Generic[T]):
             places = self._alike(limits)
         else:
             places = self._first(limits)
+        asks = [Ask(job.cost, job.deadline_s - begins_s, job.budget_s) for job in map(self.jobs.__getitem__, places)]
+        places = sorted(places[: fitting(asks, times)])
         if places[-1] == len(places) - 1:
             taken = [self.jobs.popleft() for _ in places]
         else:
@@ -155,7 +169,7 @@ class _Queue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: Limits) -> list[int]:
-        """The head, and of the jobs that came soon after it those whose cost is nearest to its own."""
+        """The head, and of the jobs that came soon after it those whose cost is nearest to its own, the nearest first."""
         head = self.jobs[0]
         near = []
         for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
@@ -169,7 +183,7 @@ class _Queue(Generic[T]):
             if cost + job_cost <= limits.cost:
                 places.append(place)
                 cost += job_cost
-        return sorted(places)
+        return places
 
 
 class _Model(Generic[T]):
@@ -240,9 +254,9 @@ class _Line(Generic[T]):
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def take(self, queue: _Queue[T], limits: Limits) -> list[Job[T]]:
+    def take(self, queue: _Queue[T], limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
         model = self.models[queue.key.residency]
-        taken = queue.take(limits)
+        taken = queue.take(limits, begins_s, times)
         del model.queues[queue.key]
         if queue.jobs:
             model.queues[queue.key] = queue  # behind the others
@@ -281,6 +295,22 @@ class Waiting(Generic[T]):
         self.overtakes = 0  # interactive batches sent since the last bulk one, while bulk work waited
         self.cost = 0
         self._length = 0
+        self._times: dict[str, BatchTimes] = {}  # by residency
+
+    def ran(self, batch: Batch[T], seconds: float) -> None:
+        """A batch took the device so long."""
+        self._times_of(batch.key.residency).note(batch.cost, seconds)
+
+    def seconds(self, batch: Batch[T]) -> float:
+        """What a batch will take, as predicted; 0 while nothing is known of its model."""
+        return self._times_of(batch.key.residency).seconds(batch.cost)
+
+    def _times_of(self, residency: str) -> BatchTimes:
+        if (times := self._times.get(residency)) is None:
+            if len(self._times) >= MAX_TIMES:
+                del self._times[next(iter(self._times))]
+            times = self._times[residency] = BatchTimes(TIMES_OVER)
+        return times
 
     def add(self, job: Job[T]) -> None:
         """A job that arrived now: after all that are here."""
@@ -307,10 +337,10 @@ class Waiting(Generic[T]):
     def __iter__(self) -> Iterator[Job[T]]:
         return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
 
-    def seal(self, queue: _Queue[T], limits: Limits) -> Batch[T]:
-        """The batch that `queue` gives now."""
-        bulk = queue.jobs[0].bulk
-        jobs = tuple(sorted(self.lines[bulk].take(queue, limits), key=lambda job: job.cost))
+    def seal(self, queue: _Queue[T], limits: Limits, begins_s: float) -> Batch[T]:
+        """The batch that `queue` gives now, to begin at `begins_s`."""
+        bulk, times = queue.jobs[0].bulk, self._times_of(queue.key.residency)
+        jobs = tuple(sorted(self.lines[bulk].take(queue, limits, begins_s, times), key=lambda job: job.cost))
         cost = sum(job.cost for job in jobs)
         self.cost -= cost
         self._length -= len(jobs)
@@ -323,20 +353,21 @@ def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device
     if device.sent >= device.depth or not len(waiting):
         return None
     interactive, bulk = waiting.lines
+    begins_s = now_s + device.busy_s
     idle = device.sent == 0 and not device.more_expected
     heads = [model.head_s for line in waiting.lines if (model := line.oldest()) is not None]
     first = interactive.pick(now_s, limits, idle=idle)
     if first is None:
         second = bulk.pick(now_s, limits, idle=idle)
-        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, limits)
+        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, limits, begins_s)
     if not bulk.models:
-        return waiting.seal(first, limits)
+        return waiting.seal(first, limits, begins_s)
     if limits.bulk_max_overtakes == 0:  # no overtaking either way: first come, first served
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, limits)
+        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, limits, begins_s)
     if waiting.overtakes < limits.bulk_max_overtakes:
-        return waiting.seal(first, limits)
-    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), limits)
+        return waiting.seal(first, limits, begins_s)
+    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), limits, begins_s)
 
 
 class Load(NamedTuple):

@@ -34,7 +34,8 @@ class Held:
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float
+    deadline_s: float  # when it is late for certain
+    due_s: float = math.inf  # when its budget is over: before `deadline_s`, by the doubt about the broker's clock
     hosted: Hosted | None = None
     entry: ModelEntry | None = None  # as it was when this was taken in: it is run by no other
     fingerprint: str = ""  # of the copy that runs it, once it is at the device

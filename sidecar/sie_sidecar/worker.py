@@ -57,6 +57,7 @@ from sie_sidecar.pulling import Pulling
 from sie_sidecar.rate import Rate
 from sie_sidecar.rows import Part, Work
 from sie_sidecar.settlement import Settlement
+from sie_sidecar.sizing import Ahead
 from sie_sidecar.trial import Trials
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Worker:
         self._cancels: list[Subscription] = []  # one, once it began
         self._wake = asyncio.Event()
         self.rate = Rate()
+        self._ahead = Ahead()
         self._refilling = False
         self._sent = 0
         self._batch_number = 0
@@ -248,16 +250,18 @@ class Worker:
             return
         pulling.estimate(delivery.consumer, item.cost)
         span = spans.of_work(self.tracer, delivery, item)
-        held = Held(lease, item, now_s, now_s + self._left_s(delivery, item), span=span)
+        left_s, doubt_s = self._left_s(delivery, item)
+        held = Held(lease, item, now_s, now_s + left_s + doubt_s, now_s + left_s, span=span)
         self.inventory.add(held)
         self.preparing.add(held)
 
-    def _left_s(self, delivery: Delivery, item: WorkItem) -> float:
-        """Seconds after which a delivery is late for certain: a redelivery keeps its age, and no doubt about the time counts against it."""
+    def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
+        """Seconds until the budget of a delivery is over, and how many more until that is certain: a redelivery keeps its age, and no doubt
+        about the time counts against it."""
         left_s = item.budget_ms / 1000
-        if math.isfinite(self.broker_clock.margin_s):
-            left_s += self.broker_clock.margin_s + LATE_S - (self.broker_clock.now_s() - delivery.sent_s)
-        return left_s
+        if not math.isfinite(self.broker_clock.margin_s):
+            return left_s, 0.0
+        return left_s - (self.broker_clock.now_s() - delivery.sent_s), self.broker_clock.margin_s + LATE_S
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
         """Give up what nobody can read."""
@@ -346,7 +350,8 @@ class Worker:
         key = BatchKey(held.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded)
         cost = sum(row.cost for row in runnable(held)[0])
         self.inventory.count(held, cost)
-        return Job(key, cost, arrived_s, held, bulk=item.priority == "bulk", alone=held.lease.delivery.delivered > 1)
+        alone = held.lease.delivery.delivered > 1
+        return Job(key, cost, arrived_s, held, item.priority == "bulk", alone, held.due_s, item.budget_ms / 1000)
 
     # running
 
@@ -360,7 +365,8 @@ class Worker:
         depth = self._depth
         more_expected = self.preparing.is_under_way or self.pulling.more_expected()
         is_ours = self._link.connected and not self._trials.holds_device
-        return Device(self._sent, min(self._lanes, depth), depth if is_ours else 0, more_expected)
+        busy_s = self._ahead.busy_s(self._clock(), self._lanes)
+        return Device(self._sent, min(self._lanes, depth), depth if is_ours else 0, more_expected, busy_s)
 
     async def _dispatch(self) -> None:
         while True:
@@ -370,7 +376,7 @@ class Worker:
                 for job in action.jobs:
                     job.work.job = None
                     self.inventory.count(job.work, 0)
-                self._sent += 1
+                self._to_device(action)
                 self._work.start(self._run(action), "batch")
                 continue
             timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, Wait) else None
@@ -380,9 +386,9 @@ class Worker:
 
     async def _run(self, batch: Batch[Held], *, in_turn: bool = False) -> bool:
         """Run a batch and answer it, or have it run again. False if its LoRA was not there and it is the caller's `in_turn`."""
-        batch = self._fit(batch)
+        sent, batch = batch, self._fit(batch)
         if not batch.jobs:
-            self._left_device()
+            self._left_device(sent)
             return True
         jobs = [job.work for job in batch.jobs]
         sealed_s = self._clock()
@@ -403,11 +409,13 @@ class Worker:
                 held.started_s = started_s
 
         self._batch_number += 1
+        name = f"{self._id}-{self._batch_number}"
         try:
             with spans.batch(self.tracer, jobs) as span:
-                frame, note = self._frame(batch, f"{self._id}-{self._batch_number}", span)
+                frame, note = self._frame(batch, name, span)
                 done = await self._link.run_batch(frame, on_started)
             ran = batch.cost
+            self._waiting.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
             recording.ran(batch, note, done, self._lanes)
             self._answer_batch(jobs, done, note)
             answered_s = self._clock()
@@ -429,7 +437,7 @@ class Worker:
             self.answer_all(jobs, InternalFailure("the worker failed while running the batch"))
         finally:
             self.rate.ended(ran, self._clock())
-            self._left_device()
+            self._left_device(sent)
         return True
 
     def _fit(self, batch: Batch[Held]) -> Batch[Held]:
@@ -443,8 +451,13 @@ class Worker:
         jobs = tuple(job for job in batch.jobs if job.work in wanted and job.work not in suspects)
         return Batch(batch.key, jobs, sum(job.cost for job in jobs))
 
-    def _left_device(self) -> None:
+    def _to_device(self, batch: Batch[Held]) -> None:
+        self._sent += 1
+        self._ahead.sent(id(batch), self._waiting.seconds(batch), self._clock(), self._lanes)
+
+    def _left_device(self, batch: Batch[Held]) -> None:
         self._sent -= 1
+        self._ahead.ended(id(batch), self._clock(), self._lanes)
         self._metrics.batches.set(self._sent)
         self._trials.batch_ended()
         self._wake.set()
@@ -502,7 +515,7 @@ class Worker:
                     await self.preparing.ensure_ready(hosted, lora, count, past_gate=True, in_turn=True, until_s=until_s)
                     if not count():
                         break
-                    self._sent += 1
+                    self._to_device(batch)
                     done = await self._run(batch, in_turn=True)
         except SIEError as error:
             self.answer_all(jobs, error)

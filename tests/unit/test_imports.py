@@ -28,7 +28,7 @@ CORE = {
     "sie_contracts.trace_context",
     "sie_contracts.messages", "sie_contracts.options", "sie_contracts.ipc", "sie_contracts.topology", "sie_contracts.catalogue",
     "sie_contracts.errors", "sie_contracts.arrays", "sie_contracts.settings", "sie_contracts.muvera", "sie_sidecar.batch",
-    "sie_sidecar.quantum", "sie_sidecar.rate", "sie_sidecar.cost", "sie_contracts.placement", "sie_gateway.chunk",
+    "sie_sidecar.quantum", "sie_sidecar.rate", "sie_sidecar.sizing", "sie_sidecar.cost", "sie_contracts.placement", "sie_gateway.chunk",
     "sie_gateway.body", "sie_gateway.window", "sie_gateway.drain",
     "sie_gateway.turns", "sie_gateway.place",
 }  # fmt: skip

@@ -1,0 +1,278 @@
+"""How large a batch gets where deadlines are near: the rule, what it costs others, and a worker before a slow device."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_adapter import toy_entry
+from fixed_cost_adapter import Adapter, Connection
+from fixed_cost_adapter import Device as Clock
+from hypothesis import given
+from hypothesis import strategies as st
+from inprocess import InProcess
+
+from sie_contracts.batch_times import BatchTimes
+from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Waiting, next_batch
+from sie_sidecar.sizing import MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, fitting
+
+LIMITS = Limits(cost=4096, requests=64, wait_s=0.005)
+KEY = BatchKey("m", "1", "encode", "", "")
+
+
+def known(batch_s: float, token_s: float, sizes: tuple[int, ...] = (8, 64, 512)) -> BatchTimes:
+    times = BatchTimes(20)
+    for tokens in sizes:
+        times.note(tokens, batch_s + token_s * tokens)
+    return times
+
+
+def asks(count: int, left_s: float, cost: int = 8) -> list[Ask]:
+    return [Ask(cost, left_s, left_s)] * count
+
+
+# what a batch takes
+
+
+def test_two_batches_that_no_cost_explains_scale_what_was_known_and_one_does_not() -> None:
+    times = known(0.1, 0.001)
+    times.note(512, 6.0)
+    assert times.seconds(512) == pytest.approx(0.612)
+    times.note(512, 0.612)
+    for _ in range(2):
+        times.note(256, 10 * 0.356)
+    assert times.seconds(256) == pytest.approx(3.56, rel=0.1)
+    assert times.seconds(8) == pytest.approx(1.08, rel=0.2)
+    for _ in range(2):
+        times.note(256, 0.356)
+    assert times.seconds(256) == pytest.approx(0.356, rel=0.1)
+
+
+@given(st.floats(0.0, 0.5), st.floats(1e-6, 0.01), st.lists(st.integers(1, 4096), min_size=1, max_size=30))
+def test_a_steady_device_is_predicted_and_tokens_are_the_inverse_of_seconds(batch_s: float, token_s: float, sizes: list[int]) -> None:
+    times = known(batch_s, token_s, tuple(sizes))
+    if times.is_growth_known:
+        for tokens in (min(sizes), max(sizes)):
+            assert times.seconds(tokens) == pytest.approx(batch_s + token_s * tokens, rel=0.01)
+            assert times.tokens(times.seconds(tokens)) >= tokens * 0.99
+    else:
+        assert times.tokens(0.0) >= 1.99 * min(sizes), "a larger batch is tried, so that its growth becomes known"
+
+
+def test_the_smallest_efficient_batch_has_its_share_of_the_tokens_a_second() -> None:
+    for batch_s, token_s, loss in ((0.1, 0.001, 0.5), (0.01, 0.002, 0.1), (0.3, 1e-3, 0.01)):
+        times = known(batch_s, token_s)
+        tokens = times.efficient(512, loss)
+        assert tokens / times.seconds(tokens) == pytest.approx((1 - loss) * 512 / times.seconds(512), rel=0.01)
+    times = known(0.3, 1e-3)  # half of the time is the fixed part's: half the batch takes 3/4 of the time
+    tokens = times.efficient(512, 0.5)
+    lost = 1 - tokens / times.seconds(tokens) * times.seconds(512) / 512
+    assert 1 - times.seconds(tokens) / times.seconds(512) == pytest.approx(lost, rel=0.01)
+    assert known(0.6, 1e-3).efficient(512, 0.5) == 512
+
+
+# how many jobs
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.floats(0.0, 60.0)), min_size=1, max_size=64), st.floats(0.0, 0.5), st.floats(1e-6, 0.01),
+    st.floats(1.0, 10.0),
+)  # fmt: skip
+def test_with_ample_budgets_a_batch_is_as_large_as_it_was(
+    jobs: list[tuple[int, float]], batch_s: float, token_s: float, spare: float
+) -> None:
+    """However long they have waited."""
+    times = known(batch_s, token_s)
+    budget_s = spare * times.seconds(sum(cost for cost, _ in jobs)) / SHARE
+    assert fitting([Ask(cost, min(left_s, budget_s), budget_s) for cost, left_s in jobs], times) == len(jobs)
+
+
+def test_jobs_that_all_have_little_time_get_a_batch_that_leaves_them_some() -> None:
+    times = known(0.05, 0.003)  # 64 of them take 1.6 s
+    count = fitting(asks(64, 1.0), times)
+    assert 10 <= count <= 16
+    assert times.seconds(8 * count) <= SHARE * 1.0
+    assert fitting(asks(64, 0.5), times) < count
+
+
+def test_a_batch_whose_time_is_fixed_is_not_cut() -> None:
+    assert fitting(asks(64, 1.0), known(0.5, 1e-9)) == 64
+
+
+def test_who_would_be_late_in_a_small_batch_as_well_changes_nothing() -> None:
+    times = known(0.05, 0.003)
+    assert fitting([*asks(32, 0.01), *asks(32, 60.0)], times) == 64
+    assert fitting(asks(64, 0.0), times) == 64
+
+
+@given(st.integers(1, 63), st.floats(0.001, 2.0), st.floats(0.0, 0.5), st.floats(1e-5, 0.01))
+def test_some_jobs_cost_the_others_no_more_than_half_of_their_own_share(tight: int, left_s: float, batch_s: float, token_s: float) -> None:
+    times = known(batch_s, token_s)
+    count = fitting([*asks(tight, left_s), *asks(64 - tight, 60.0)], times)
+    assert count >= 1
+    full_rate = 512 / times.seconds(512)
+    rate = 8 * (count + 1) / times.seconds(8 * (count + 1))  # a batch is of whole jobs
+    assert rate >= (1 - MAX_LOSS * tight / 64) * full_rate * 0.999
+
+
+def test_before_anything_was_measured_one_job_with_little_time_runs_and_then_twice_as_many() -> None:
+    times = BatchTimes(20)
+    assert fitting(asks(64, 1.0), times) == 1
+    assert fitting(asks(64, UNKNOWN_S + 1), times) == 64
+    times.note(8, 0.5)
+    assert fitting(asks(64, 1.0), times) == 2
+    assert fitting(asks(64, UNKNOWN_S + 1), times) == 64
+    times.note(16, 0.5001)
+    assert fitting(asks(64, 1.0), times) == 64, "it costs nothing to be many"
+
+
+# in the queue
+
+
+def waiting(jobs: list[Job[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
+    found: Waiting[int] = Waiting()
+    for job in jobs:
+        found.add(job)
+    for tokens in (8, 64, 512) if times else ():
+        key = jobs[0].key
+        found.ran(Batch(key, (), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
+    return found
+
+
+def job(number: int, budget_s: float = 1.0, now_s: float = 0.0, *, key: BatchKey = KEY, cost: int = 8, bulk: bool = False) -> Job[int]:
+    return Job(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
+
+
+def taken(queue: Waiting[int], now_s: float = 1.0, busy_s: float = 0.0) -> Batch[int]:
+    batch = next_batch(queue, now_s, LIMITS, Device(0, 1, 1, False, busy_s))
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def test_the_first_jobs_run_and_the_others_keep_their_places() -> None:
+    queue = waiting([job(number, now_s=1.0) for number in range(64)])
+    first = taken(queue)
+    assert 10 <= len(first.jobs) <= 16
+    assert [each.work for each in first.jobs] == list(range(len(first.jobs)))
+    assert len(queue) == 64 - len(first.jobs)
+    assert queue.cost == 8 * len(queue)
+    assert taken(queue).jobs[0].work == len(first.jobs)
+
+
+def test_of_a_batch_that_pads_those_run_that_are_nearest_to_the_oldest_in_size() -> None:
+    padded = KEY._replace(padded=True)
+    queue = waiting([job(number, now_s=1.0, key=padded, cost=12 if number % 2 else 6) for number in range(64)])
+    batch = taken(queue)
+    assert 0 in {each.work for each in batch.jobs}
+    assert {each.cost for each in batch.jobs} == {6}
+    assert len(batch.jobs) < 32
+
+
+def test_time_until_the_batch_begins_is_not_time_that_it_has() -> None:
+    now, later = (taken(waiting([job(number, now_s=1.0) for number in range(64)]), busy_s=busy_s) for busy_s in (0.0, 0.5))
+    assert 1 < len(later.jobs) < len(now.jobs)
+
+
+def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
+    other = BatchKey("n", "1", "encode", "", "")
+    queue = waiting([job(number, now_s=1.0) for number in range(64)])
+    for number in range(64):
+        queue.add(job(64 + number, 600.0, key=other, bulk=True))
+    sizes = {False: 0, True: 0}
+    while len(queue):
+        batch = taken(queue)
+        sizes[batch.jobs[0].bulk] = max(sizes[batch.jobs[0].bulk], len(batch.jobs))
+    assert sizes[True] == 64
+    assert sizes[False] < 64
+
+
+def test_what_is_known_of_models_is_bounded() -> None:
+    queue: Waiting[int] = Waiting()
+    for number in range(2000):
+        queue.ran(Batch(KEY._replace(residency=str(number)), (), 8), 0.1)
+    assert len(queue._times) <= 1024
+
+
+def closed_loop(budgets_s: list[float], batch_s: float, token_s: float, seconds: float, *, is_sized: bool = True) -> list[tuple[int, int]]:
+    """Clients that ask again when they are answered, before one lane that has no batch ready: answers in time and late, of each."""
+    queue: Waiting[int] = Waiting()
+    counts = [(0, 0)] * len(budgets_s)
+    now_s = 0.0
+
+    def ask(client: int) -> None:
+        budget_s = budgets_s[client]
+        queue.add(Job(KEY, 8, now_s, client, False, False, now_s + budget_s, budget_s if is_sized else math.inf))
+
+    for client in range(len(budgets_s)):
+        ask(client)
+    while now_s < seconds:
+        batch = taken(queue, now_s)
+        began_s, now_s = now_s, now_s + batch_s + token_s * batch.cost
+        queue.ran(batch, now_s - began_s)
+        for each in batch.jobs:
+            in_time, late = counts[each.work]
+            is_late = now_s > each.deadline_s
+            counts[each.work] = (in_time + (not is_late), late + is_late)
+            ask(each.work)
+    return counts
+
+
+def test_a_client_with_tiny_budgets_does_not_take_the_throughput_of_others() -> None:
+    """One of 200 clients asks for so little time that only small batches would do: the others lose a percent."""
+    alone = closed_loop([60.0] * 200, 0.02, 2e-4, 60.0)
+    for tiny_s in (0.001, 0.05, 0.1, 0.5):
+        beside = closed_loop([tiny_s, *[60.0] * 199], 0.02, 2e-4, 60.0)
+        assert sum(found for found, _ in beside[1:]) >= 0.98 * sum(found for found, _ in alone[1:])
+        assert all(late == 0 for _, late in beside[1:])
+
+
+def test_ample_budgets_have_the_throughput_that_they_had() -> None:
+    for batch_s, token_s in ((0.001, 2e-5), (0.1, 2e-4), (0.5, 2e-3)):
+        assert closed_loop([30.0] * 200, batch_s, token_s, 60.0) == closed_loop([30.0] * 200, batch_s, token_s, 60.0, is_sized=False)
+
+
+def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:
+    ahead = Ahead()
+    assert ahead.busy_s(0.0, 1) == 0.0
+    ahead.sent(1, 2.0, 0.0, 1)
+    ahead.sent(2, 1.0, 0.5, 1)
+    assert ahead.busy_s(1.0, 1) == pytest.approx(2.0)
+    ahead.ended(1, 4.0, 1)  # it took longer
+    assert ahead.busy_s(4.0, 1) == pytest.approx(1.0)
+    assert ahead.busy_s(4.0, 2) == 0.0, "the other lane is free"
+    ahead.ended(2, 4.5, 1)
+    assert ahead.busy_s(4.6, 1) == 0.0
+
+
+# in a worker
+
+
+async def test_a_worker_before_a_slow_device_answers_in_time_what_it_can(tmp_path: Path) -> None:
+    """40 requests of 2 s at once, whose full batch takes 3 s. In one batch all would be late."""
+    clock = Adapter(Clock(1, 0.05, 0.0075), load_s=0.0, deadly="")
+    sizes: list[int] = []
+    take: Callable[[int, float], tuple[float, float]] = clock.device.take
+
+    def counted(tokens: int, now_s: float) -> tuple[float, float]:
+        sizes.append(tokens)
+        return take(tokens, now_s)
+
+    clock.device.take = counted  # type: ignore[method-assign]
+    path = tmp_path / "clock.sock"
+    server = await asyncio.get_running_loop().create_unix_server(lambda: Connection(clock), str(path))
+    async with server, InProcess(tmp_path, toy_entry("toy/one")) as cluster:
+        gateway = await cluster.gateway()
+        await cluster.sidecar(SIE_IPC_SOCKET_PATH=str(path), SIE_BATCHER_MAX_BATCH_REQUESTS="64")
+        for count in (1, 2, 4):  # what batches take is known
+            await asyncio.gather(*(gateway.encode("eight ch") for _ in range(count)))
+        sizes.clear()
+        answers = await asyncio.gather(*(gateway.encode("eight ch", X_SIE_Timeout_Ms="2000") for _ in range(40)))
+        assert max(sizes) <= 110, "of 400 tokens"
+        assert sum(answer.status_code == 200 for answer in answers) >= 10
+        sizes.clear()
+        answers = await asyncio.gather(*(gateway.encode("eight ch") for _ in range(40)))
+        assert [answer.status_code for answer in answers] == [200] * 40
+        assert max(sizes) > 150, "with time enough batches are as large as they were"
