@@ -225,11 +225,8 @@ class _Serve:
         )
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
-        if cpu and "SIE_MAX_CONCURRENT_BATCHES" not in self._environ:
-            # the adapter has a lane for each core: the documented 4 would leave those of a larger machine idle
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            most = min(64, max(4, cores + plan.settings.rust_pipeline_depth - 1))
-            self._flags.setdefault("SIE_MAX_CONCURRENT_BATCHES", str(most))
+        elif cpu and "SIE_GPU_COUNT" not in self._environ:
+            self._flags["SIE_GPU_COUNT"] = "0"  # so a profile of the operator's own has what was measured for a CPU
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
         if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:

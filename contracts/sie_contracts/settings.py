@@ -384,7 +384,7 @@ class Settings:
     bundle: str = _row("default", "SIE_BUNDLE", "sidecar adapter", LABEL, "Bundle that this worker serves. An adapter that lacks what the bundle says is installed does not start.")
     ipc_socket_path: str = _row("/tmp/sie-ipc.sock", "SIE_IPC_SOCKET_PATH", "sidecar adapter", ("an absolute path of at most 100 bytes", _socket_path), "Socket between sidecar and adapter, mode 0600.")  # noqa: S108
     max_concurrent_batches: int = _row(4, "SIE_MAX_CONCURRENT_BATCHES", "sidecar", _whole(1, 64), "Batches that the sidecar may have at the adapter, of all models together. Lanes of the device and SIE_RUST_PIPELINE_DEPTH may bound them further.")
-    ipc_pool_size: int | None = _row(None, "SIE_IPC_POOL_SIZE", "sidecar", _whole(1), "Connections to the adapter for batches; one more carries control. Default: SIE_MAX_CONCURRENT_BATCHES.")
+    ipc_pool_size: int | None = _row(None, "SIE_IPC_POOL_SIZE", "sidecar", _whole(1), "Connections to the adapter for batches; one more carries control. Default: SIE_MAX_CONCURRENT_BATCHES, where that is more than 6 at most what the lanes of the device need.")
     worker_metrics_port: int = _row(9095, "SIE_WORKER_METRICS_PORT", "sidecar", PORT, "Port of the sidecar's /metrics, /healthz and /readyz. 0 picks a free one, as `sie serve` does unless it is told another.")
     worker_id: str | None = _row(None, "SIE_WORKER_ID", "sidecar", LABEL, "Stable id in logs, results and health. Default: the pod's host name, else a UUID.")
     machine_profile: str | None = _row(None, "SIE_MACHINE_PROFILE", "sidecar gateway", LABEL, "Kind of node, for routing, and the key of measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL.")
@@ -466,9 +466,11 @@ BY_NAME = {row.name: row for row in ROWS}
 
 # Measured values that beat a documented default on one kind of machine. The documented default itself stays.
 # cpu: 4,096 tokens keep a lane busy for some 0.2 s, and more would only lengthen the wait for it; 12 messages of one short text each leave
-# a forward pass dominated by its fixed cost (bench/results/overhead.md).
+# a forward pass dominated by its fixed cost (bench/results/overhead.md). An adapter on a CPU has a lane for each core: as many batches as
+# the lanes take, and SIE_RUST_PIPELINE_DEPTH, bound those there, where the documented 4 would leave cores idle.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"SIE_MAX_BATCH_COST": "4096", "SIE_BATCHER_MAX_BATCH_REQUESTS": "64", "SIE_BATCHER_COALESCE_MS": "2"},
+    "cpu": {"SIE_MAX_BATCH_COST": "4096", "SIE_BATCHER_MAX_BATCH_REQUESTS": "64", "SIE_BATCHER_COALESCE_MS": "2",
+            "SIE_MAX_CONCURRENT_BATCHES": "64"},
 }
 
 
@@ -503,6 +505,8 @@ def load(*, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] |
             values[row.field], sources[row.name] = value, "default" if value is None else "environment"
     _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
+    if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
+        profile = "cpu"  # under a name of the operator's
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"

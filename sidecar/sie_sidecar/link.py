@@ -64,11 +64,14 @@ async def _connect(path: str) -> _Connection:
 class AdapterLink:
     """All connections to one adapter. A lost one loses all: residency is gone with the process, and `on_change(False)` says so once."""
 
-    def __init__(self, path: str, *, size: int, ping_s: float, stale_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
+    ) -> None:  # fmt: skip
+        """`size`: connections for batches, or how many by the lanes of the device."""
         self.path = path
         self.description: ipc.Description | None = None
         self.fetching: dict[str, Fetched] = {}  # how far weights are that come to this node, by the id of their entry
-        self._size = size
+        self._size_of = size if callable(size) else lambda _: size
         self._ping_s = ping_s
         self._stale_s = stale_s
         self._clock = clock
@@ -76,7 +79,7 @@ class AdapterLink:
         self._all: list[_Connection] = []
         self._control: _Connection | None = None
         self._control_lock = asyncio.Lock()  # one question at a time
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always left to batches
+        self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
         self._given_up = False  # it was we who ended it: nothing is known of what it had
         self._last_pong_s = -1e9
@@ -129,7 +132,8 @@ class AdapterLink:
                 description = await control.receive()
             if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
                 raise AdapterGone(f"{self.path}: another protocol, this sidecar speaks {ipc.PROTOCOL}")
-            while len(opened) <= self._size:
+            size = self._size_of(description.lanes)
+            while len(opened) <= size:
                 opened.append(await _connect(self.path))
         except BaseException as error:
             for connection in opened:
@@ -142,6 +146,7 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle = asyncio.LifoQueue()
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always left to batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()

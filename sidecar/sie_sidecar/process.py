@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Coroutine
@@ -34,6 +35,7 @@ from sie_sidecar.status import Status, worker_app
 from sie_sidecar.worker import Worker
 
 DRAIN_S = 9.0
+MIN_CONNECTIONS = 6  # loads of models hold some of them too
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 SERVE_RETRY_S = 0.5
@@ -48,6 +50,13 @@ def limits_of(settings: Settings, mode: Mode) -> Limits:
     else:
         requests, wait_ms = settings.batcher_max_batch_requests, settings.batcher_coalesce_ms
     return Limits(settings.max_batch_cost, requests, wait_ms / 1000, settings.bulk_max_overtakes)
+
+
+def connections_of(settings: Settings, lanes: int) -> int:
+    """How many connections to the adapter are for batches, on a device of so many lanes."""
+    if settings.ipc_pool_size is not None:
+        return settings.ipc_pool_size
+    return min(settings.pool_size, max(MIN_CONNECTIONS, lanes + settings.rust_pipeline_depth - 1))
 
 
 async def serve(
@@ -65,7 +74,8 @@ async def serve(
     )  # fmt: skip
     ping_s = settings.worker_ping_interval_ms / 1000
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
-    link = AdapterLink(settings.ipc_socket_path, size=settings.pool_size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
+    size = functools.partial(connections_of, settings)
+    link = AdapterLink(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
     health = Health(settings, broker, lane, worker_id, link, feed)
     metrics.registry.register(Live(health))
     feed.on_change(health.changed)

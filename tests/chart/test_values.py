@@ -261,6 +261,29 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
     assert list(batching(written)["sie-worker-cpu"]) == expected
 
 
+def test_a_group_without_a_gpu_has_what_was_measured_for_cpus_unless_somebody_wrote_a_value() -> None:
+    """Whatever its machine profile is called: of all settings that were measured."""
+    groups = {
+        "own": {"machineProfile": "c7i", "gpu": False}, "l4": {"machineProfile": "l4"},
+        "written": {"machineProfile": "cpu", "settings": {"SIE_MAX_CONCURRENT_BATCHES": 4},
+                    "workerSidecar": {"batcher": {"coalesceMs": 5}}},
+    }  # fmt: skip
+    found = objects(template(values=overlaid(CHOSEN, {"workers": {"groups": groups}})))
+    told = {}
+    for workload, _, each in containers(found):
+        if each["name"] == "worker-sidecar":
+            environ = {name: value for name, value in variables(each).items() if name in BY_NAME and isinstance(value, str)}
+            settings = load(environ=environ).settings
+            told[workload] = [shown(row, getattr(settings, row.field)) for row in map(BY_NAME.__getitem__, MACHINE_PROFILE_DEFAULTS["cpu"])]
+    measured = list(MACHINE_PROFILE_DEFAULTS["cpu"].values())
+    documented = [shown(BY_NAME[name], BY_NAME[name].default) for name in MACHINE_PROFILE_DEFAULTS["cpu"]]
+    written = {"SIE_MAX_CONCURRENT_BATCHES": "4", "SIE_BATCHER_COALESCE_MS": "5"}
+    assert told == {
+        "sie-worker-cpu": measured, "sie-worker-own": measured, "sie-worker-l4": documented,
+        "sie-worker-written": [written.get(name, value) for name, value in MACHINE_PROFILE_DEFAULTS["cpu"].items()],
+    }  # fmt: skip
+
+
 def test_what_nobody_wrote_is_left_to_the_process() -> None:
     """A null of a group takes nothing away from common."""
     groups = {"cpu": {"workerSidecar": {"batcher": {"coalesceMs": None}}}}

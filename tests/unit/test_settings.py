@@ -169,8 +169,8 @@ def test_a_row_says_what_it_is_for(row: Row) -> None:
 def test_a_setting_has_its_documented_default(row: Row) -> None:
     """C16: also where everything else is set."""
     others = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
-    # what these two name changes the defaults of others, on purpose
-    others = {name: raw for name, raw in others.items() if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE")}
+    # what these say changes the defaults of others, on purpose
+    others = {name: raw for name, raw in others.items() if name not in ("SIE_GPU_TYPE", "SIE_MACHINE_PROFILE", "SIE_GPU_COUNT")}
     for environ in ({}, others):
         found = load(environ=environ)
         assert shown(row, getattr(found.settings, row.field)) == DOCUMENTED[row.name].default
@@ -225,6 +225,18 @@ def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
     found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
     assert getattr(found.settings, row.field) == row.default
     assert found.sources[row.name] == "flag"
+
+
+def test_a_profile_of_the_operator_s_own_has_the_values_of_a_cpu_where_no_gpu_is_said() -> None:
+    for name, measured in MACHINE_PROFILE_DEFAULTS["cpu"].items():
+        row = BY_NAME[name]
+
+        def value(row: Row = row, **environ: str) -> object:
+            return getattr(load(environ={"SIE_MACHINE_PROFILE": "c7i", **environ}).settings, row.field)
+
+        assert value(SIE_GPU_COUNT="0") == row.read(measured)
+        assert value(SIE_GPU_COUNT="1") == value() == row.default
+        assert value(SIE_GPU_COUNT="0", **{name: str(row.default)}) == row.default
 
 
 @pytest.mark.parametrize("profile", MACHINE_PROFILE_DEFAULTS)

@@ -87,6 +87,32 @@ async def test_batches_of_many_models_reach_the_bound_on_a_device_of_many_lanes(
         assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
 
 
+@pytest.mark.parametrize(("lanes", "environ", "most", "connections"), [
+    (2, {}, 3, 7), (8, {}, 9, 10), (80, {}, 64, 65), (8, {"SIE_MAX_CONCURRENT_BATCHES": "4"}, 4, 5), (8, {"SIE_IPC_POOL_SIZE": "5"}, 5, 6),
+    (8, {"SIE_RUST_PIPELINE_DEPTH": "3"}, 10, 11), (8, {"SIE_MACHINE_PROFILE": "mine", "SIE_GPU_COUNT": "0"}, 9, 10),
+    (8, {"SIE_MACHINE_PROFILE": "mine"}, 4, 5),
+])  # fmt: skip
+async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote_how_many(
+    tmp_path: Path, lanes: int, environ: dict[str, str], most: int, connections: int
+) -> None:
+    """SIE_MAX_CONCURRENT_BATCHES of the machine profile cpu, as in `sie serve` and in the chart; connections follow what can run."""
+    entries = [toy_entry(f"toy/model-{number}") for number in range(most + 2)]
+    async with InProcess(tmp_path, *entries) as cluster:
+        gateway = await cluster.gateway()
+        adapter = await cluster.adapter(lanes=lanes)
+        sidecar = await cluster.sidecar(adapter, **{"SIE_MACHINE_PROFILE": "cpu", **environ})
+        assert adapter.connections == connections
+        adapter.hold_batches = True
+        sent = [asyncio.create_task(gateway.encode("x", model=entry.id)) for entry in entries]
+        await adapter.until(lambda adapter: adapter.running >= most, f"{most} batches at the adapter")
+        async with asyncio.timeout(30):
+            while await sidecar.metric("sie_queue_depth") < len(entries):
+                pass  # the scrape awaits
+        assert adapter.peak_running == most
+        adapter.let_go()
+        assert [answer.status_code for answer in await asyncio.gather(*sent)] == [200] * len(sent)
+
+
 @pytest.mark.parametrize(("environ", "connections"), [
     ({}, 5), ({"SIE_MAX_CONCURRENT_BATCHES": "6"}, 7), ({"SIE_IPC_POOL_SIZE": "2"}, 3),
 ])  # fmt: skip

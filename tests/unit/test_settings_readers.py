@@ -90,7 +90,7 @@ EFFECTS = {
     "SIE_QUEUE_MAX_BYTES": f"{GATEWAY}::test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted",
     "SIE_POOL": f"{WORKER}::test_work_of_a_pool_is_taken_by_workers_of_that_pool_only",
     "SIE_BUNDLE": f"{WORKER}::test_a_model_is_served_by_workers_of_its_bundle_only",
-    "SIE_IPC_SOCKET_PATH": f"{WORKER}::test_the_sidecar_speaks_on_its_socket_path_and_names_it_while_nobody_is_there",
+    "SIE_IPC_SOCKET_PATH": f"{WORKER}::test_the_sidecar_speaks_on_its_socket_path_and_its_log_names_it_while_nobody_is_there",
     "SIE_MAX_CONCURRENT_BATCHES": f"{WORKER}::test_never_more_batches_are_in_progress_than_allowed",
     "SIE_IPC_POOL_SIZE": f"{WORKER}::test_the_pool_has_so_many_connections_and_one_for_control",
     "SIE_WORKER_METRICS_PORT": f"{WORKER}::test_metrics_and_probes_of_the_sidecar_answer_on_its_port",
