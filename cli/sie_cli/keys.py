@@ -150,21 +150,24 @@ def list_command(as_json: bool, **values: Any) -> None:
 
 
 @keys.command()
-@click.argument("identifier", metavar="[ID]", required=False)
+@click.argument("identifier", metavar="[ID_OR_NAME]", required=False)
 @click.option("--token", "by_token", is_flag=True, help="Ask for the token instead of the id, without showing it; or read it from a pipe.")
 @click.option("--forget", is_flag=True, help="Remove its record too, so that `list` does not show it any more.")
 @_options
 def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) -> None:
-    """End a key now. Gateways refuse it within a second; requests that run are finished. It cannot be undone."""
+    """End a key now. Gateways refuse it within a second; requests that run are finished. It cannot be undone.
+
+    A name means the key in use that has it.
+    """
     if (identifier is None) != by_token:
-        raise click.UsageError("give the ID of a key (`sie keys list` shows them), or --token")
+        raise click.UsageError("give the ID or the name of a key (`sie keys list` shows them), or --token")
     digest = records.digest_of(_asked_token()) if by_token else ""
     settings = loaded(values).settings
 
     async def body(broker: Broker) -> Key:
         bucket = await records.open_bucket(broker, settings.stream_replicas)
         for key, revision in _read(await bucket.entries()):
-            if key.digest != digest if by_token else key.id != identifier:
+            if key.digest != digest if by_token else key.id != identifier and (key.name != identifier or key.revoked_s):
                 continue
             ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or time.time())
             try:
@@ -172,7 +175,7 @@ def revoke(identifier: str | None, by_token: bool, forget: bool, **values: Any) 
             except WrongRevision as error:
                 raise Refused(f"key {key.id} was changed meanwhile: look at `sie keys list` and try again") from error
             return key
-        raise Refused("no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` has their ids")
+        raise Refused("no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all")
 
     key = at_broker("sie-keys", settings, body)
     click.echo(f"key {key.id} {key.name} is {'revoked and forgotten' if forget else 'revoked'}")

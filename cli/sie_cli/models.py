@@ -134,7 +134,10 @@ def _who_reads(folder: Path, models_dir: str | None) -> str:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
-        return f"a file only, no server was told and no `sie serve` runs with {default_data_dir()}: {how}"
+        return (
+            f"a file only: no `sie serve` runs with the data directory {default_data_dir()}, so none was told; "
+            f"one that was started with another --data-dir and this folder of models serves it within seconds; else {how}"
+        )
     if running.models_dir and "://" not in running.models_dir and Path(running.models_dir).resolve() == folder.resolve():
         return "the `sie serve` that runs reads this folder: it serves the model within seconds"
     reads = running.models_dir or "no folder"

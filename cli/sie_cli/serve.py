@@ -35,6 +35,7 @@ from sie_cli.options import flags_of, loaded, refuse, settings_options
 from sie_cli.preflight import Listener, Needs, faults, store_bytes
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.runtime.folder import in_use, place_of
+from sie_contracts.runtime.origins import is_loopback
 from sie_contracts.runtime.process import EXIT_BAD_SETTING, end_signals
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Row, Secret, SettingError, Settings, public_url
 from sie_contracts.trust import Allowed
@@ -382,6 +383,10 @@ class _Serve:
         elsewhere = public_url(plan.settings.config_service_url or "")
         mode = plan.settings.auth_mode
         token = "" if mode == "none" else " -H 'Authorization: Bearer TOKEN'"
+        serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (plan.settings.model_filter or [EXAMPLE_MODEL])
+        example = f"curl {url}/v1/models{token}"
+        if serves_example:
+            example = f'curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\''
         for line in (
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
@@ -391,9 +396,11 @@ class _Serve:
             *([f"models  sie models list{here}"] if self._access().config_url else []),
             *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
             *([f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}"] if mode == "token" else []),
-            f'try     curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\'',
+            f"try     {example}",
         ):
             self._say("serve", line)
+        if mode == "none" and not is_loopback(plan.host):
+            self._say("serve", f"warning: whoever reaches {plan.host} port {plan.port} may use this server: SIE_AUTH_MODE is none")
 
     def _metrics_urls(self) -> dict[str, list[str]]:
         """Where metrics and probes of the gateways and of the workers are, by whose they are."""

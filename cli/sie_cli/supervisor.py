@@ -19,6 +19,7 @@ from sie_contracts.runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 MAX_FIRST_FAILURES = 5  # in a row, of a child that was never up: its cause will not go away by itself
+LAST_LINES_S = 2.0  # how long the last lines of a child that ended are waited for
 STEADY_S = 30.0  # a child that lived this long starts again without a pause
 _PR_SET_PDEATHSIG = 1
 
@@ -49,6 +50,7 @@ class Child:
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
+    refusal: str = ""  # the last line that says which setting it refuses
 
 
 class Supervisor:
@@ -90,7 +92,10 @@ class Supervisor:
                 continue  # a line over the limit: its rest is read as the next ones
             if not line:
                 return
-            self._say(child.name, line.decode("utf-8", "replace").rstrip("\n"))
+            said = line.decode("utf-8", "replace").rstrip("\n")
+            if said.startswith("error: "):
+                child.refusal = said
+            self._say(child.name, said)
 
     async def _keep(self, child: Child) -> None:
         pause_s, failures = FIRST_PAUSE_S, 0
@@ -101,7 +106,9 @@ class Supervisor:
             if child.ending:
                 return
             if status == EXIT_BAD_SETTING:
-                self._give_up(f"{child.name} refused its settings, see above")
+                if child.output:
+                    await asyncio.wait(child.output, timeout=LAST_LINES_S)
+                self._give_up(f"{child.name} {child.refusal or 'refused its settings, see above'}")
                 return
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             failures += 1

@@ -404,7 +404,7 @@ class Catalogue:
         """Apply a profile to its model. Raises ModelNotFound with reason profile_not_found."""
         if profile != "default" and profile not in entry.profiles:
             raise ModelNotFound(
-                f"{entry.id} has no profile {profile[:100]!r}",
+                f"{entry.id} has no profile {profile[:100]!r}, it has {', '.join(['default', *entry.profiles][:20])}",
                 reason="profile_not_found",
                 param="model",
                 extras={"profiles": ["default", *entry.profiles]},

@@ -141,7 +141,9 @@ def run_options(
     resolved = _chosen_profile(resolved, *given.get("profile"))
     entry, defaults = resolved.entry, resolved.run
     if operation not in entry.tasks:
-        raise InvalidInput(f"{entry.id} does not {operation}, it does {', '.join(entry.tasks)}", reason="unsupported_task", param="model")
+        does = ", ".join(entry.tasks)
+        message = f"{entry.id} does not {operation}, it does {does}; GET /v1/models?task={operation} lists the models that {operation}"
+        raise InvalidInput(message, reason="unsupported_task", param="model")
     own = PARAMETERS.get(entry.family)
     parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
     common: dict[str, Any] = {

@@ -104,7 +104,7 @@ class Gate:
                 grant = self._static_grant(bearer(authorization)) or ANYBODY
         if row is None or not row.served:
             if not methods:
-                raise NotFound("no such path")
+                raise NotFound(f"no such path; did you mean {near}?" if (near := _TABLE.near(path)) else "no such path; /docs lists all")
             allowed = [name for name, each in methods.items() if each.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant
@@ -135,7 +135,7 @@ class Gate:
             raise PermissionDenied(f"this token lacks the scope {scope}")
         if scope in GUARDED and not self._has_admin and self._keys is None:
             raise PermissionDenied("no SIE_ADMIN_TOKEN is configured, so nobody may do this")
-        raise Unauthenticated("a bearer token is needed" if not token else "this token is not known")
+        raise Unauthenticated("a token is needed: send it as Authorization: Bearer TOKEN" if not token else "this token is not known")
 
     def _static_grant(self, token: str) -> Grant | None:
         grant = None

@@ -93,12 +93,15 @@ def query(body: Mapping[str, Any]) -> Item:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> str:
-    """What a message ends with that `name` is missing: the unknown field that is like it. Any other may be content, which no error
-    repeats."""
+    """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any other may be content,
+    which no error repeats."""
     unknown = (str(key)[:MOST_KEY] for key in itertools.islice((key for key in body if key not in known), MOST_KEYS))
-    return next((f"; unknown field `{key}`{meant}" for key in unknown if (meant := did_you_mean(key, (name,)))), "")
+    same = f"; did you mean `{name}`?"
+    meant = ((key, same if key in _ELSEWHERE.get(name, ()) else did_you_mean(key, (name,))) for key in unknown)
+    return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
 
 
+_ELSEWHERE = {"items": frozenset({"text", "texts", "documents", "docs", "sentences", "passages"})}  # what other servers and libraries say
 _ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
 _MODALITIES = {"images": "image", "document": "document", "audio": "audio", "video": "video", "multivector": "multivector"}
 

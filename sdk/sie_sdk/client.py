@@ -41,7 +41,7 @@ class SIEClient:
 
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
         self._session = Session.of(options)
-        self._driver = Driver(str(base_url).rstrip("/"), self._session)
+        self._driver = Driver(transport.address(base_url), self._session)
 
     def __enter__(self) -> SIEClient:
         return self

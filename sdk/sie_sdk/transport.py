@@ -51,6 +51,14 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
 
+def address(base_url: str) -> str:
+    """The address of a server, without a final slash. Raises ValueError unless it names its scheme."""
+    url = str(base_url).rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://")
+    return url
+
+
 def public(url: str) -> str:
     """The address without a user and a password."""
     scheme, mark, rest = url.partition("://")

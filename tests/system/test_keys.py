@@ -71,12 +71,13 @@ def test_the_token_is_all_that_standard_output_gets(stack: Stack) -> None:
 
 
 def test_a_revoked_key_is_refused_everywhere_within_a_second(stack: Stack) -> None:
-    for revoke in ("id", "token", "forget"):
+    for revoke in ("id", "token", "forget", "name"):
         identifier, token = made(stack, f"revoked by {revoke}")
         if revoke == "token":
             result = sie(stack, "revoke", "--token", typed=f"{token}\n")
         else:
-            result = sie(stack, "revoke", identifier, *(["--forget"] if revoke == "forget" else []))
+            named = f"revoked by {revoke}" if revoke == "name" else identifier
+            result = sie(stack, "revoke", named, *(["--forget"] if revoke == "forget" else []))
         began_s = time.monotonic()
         assert (result.exit_code, token in result.output) == (0, False), result.output
         until(lambda token=token: statuses(stack, token) == [401, 401], REVOKED_WITHIN_S, "both gateways refuse it")
@@ -130,8 +131,8 @@ def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
         (["create", "x", "--tokens-per-minute", "0"], "x>=1"),
         (["create", "a\nb"], "expected at most 64 letters"),
         (["revoke", "nobody"], "there is no key nobody"),
-        (["revoke"], "give the ID of a key"),
-        (["revoke", "x", "--token"], "give the ID of a key"),
+        (["revoke"], "give the ID or the name of a key"),
+        (["revoke", "x", "--token"], "give the ID or the name of a key"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(stack: Stack, args: list[str], told: str) -> None:

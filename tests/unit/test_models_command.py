@@ -167,7 +167,7 @@ def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_
     assert "nothing is written" in told
     assert not folder.exists()
     told = done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
-    assert f"wrote {folder}/org/file.yaml\na file only, no server was told" in told
+    assert f"wrote {folder}/org/file.yaml\na file only: no `sie serve` runs with" in told
     assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
     assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
     assert done("add", str(entry), SIE_CONFIG_SERVICE_URL=served.url).startswith("org/file is at revision")

@@ -48,6 +48,12 @@ async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, r
         assert error["message"] == f"items: expected at least one item; unknown field `{field}`; did you mean `items`?"
 
 
+@pytest.mark.parametrize("field", ["texts", "documents", "sentences"])
+async def test_what_other_servers_call_the_items_is_named(gateway: GatewayProcess, field: str) -> None:
+    error = await refused(gateway, f"/v1/encode/{ONE}", {field: ["secret"]})
+    assert error["message"] == f"items: expected at least one item; unknown field `{field}`; did you mean `items`?"
+
+
 async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
     others = ({}, {"items": []}, {"params": {"truncate": "END"}, "threshold": 1, "items": None}, {"items": [], "itmes": ["a"]})
     for body in ({"secret": 1}, *others):

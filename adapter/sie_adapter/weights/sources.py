@@ -100,7 +100,7 @@ class WeightSources:
                 return Located(packaged)
             looked.append(f"the package {weights.package} is not installed or carries no model")
         if weights.unpinned:
-            looked.append(f"no commit of {weights.hub} is known to download: sie models add {weights.hub} --revision COMMIT pins one")
+            looked.append(f"no commit of {weights.hub} is known to download: `sie models add {weights.hub}` pins the newest one")
         elif weights.hub and self.may_download:
             return self._downloaded(entry)
         elif weights.hub:
@@ -230,14 +230,18 @@ class WeightSources:
         if os.path.isdir(root / name) and (root / name).resolve().is_relative_to(root):
             return Located(root / name)
         repository, _, revision = name.partition("@")
+        if "/" not in repository:
+            raise lora_not_found(name, "there is no such folder in the models folder, and a hub repository has the form organisation/name")
+        private = "" if is_named else private_name(name)
         try:
-            return self._lora(repository, revision, "" if is_named else private_name(name))
+            return self._lora(repository, revision, private)
         except ManifestError as error:
             raise lora_rejected(name, "it is neither a folder nor the name of a hub repository") from error
         except FetchFailed as error:
             allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
             made = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(error.error_class, lora_failed)
-            raise made(name, f"not in the local cache; {error.message}{allowed}") from error
+            message = error.message.replace(private, "it") if private else error.message  # whoever named it needs no name that hides it
+            raise made(name, f"no folder of the models folder, not in the local cache; {message}{allowed}") from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
         """`private` is what logs call it in place of its name, where that is a client's. Raises FetchFailed, ManifestError."""

@@ -107,7 +107,8 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
             for warning in load(flags=flags, environ=environ, mode=mode).warnings if "no such setting" not in warning
         ]  # fmt: skip
         given = sum(source in ("flag", "environment") for source in look.sources.values())
-        return f"{counted(given, 'setting')} given, each of them right", [*faults, *idle]
+        says = f"{counted(given, 'setting')} given, each of them right" if given else "none is given: the defaults are in force"
+        return says, [*faults, *idle]
 
     return check
 
@@ -183,7 +184,7 @@ async def gateway(look: Look) -> Found:
     findings: list[Finding] = []
     tolds = await look.gateways()
     if not look.is_given("SIE_GATEWAY_URL") and tolds[0].trouble:
-        raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): name one with --url")
+        raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): start one (`sie serve`), or say where it is: --data-dir or --url")
     if not look.is_given("SIE_GATEWAY_URL") and not tolds[0].is_sie:
         raise Blind(f"what answers at {tolds[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url")
     for told in tolds:

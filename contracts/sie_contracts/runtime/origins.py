@@ -30,7 +30,7 @@ class Names:
     """The names of a listener. `allowed` as SIE_ALLOWED_HOSTS has it; None: any name, on loopback those of loopback and of this machine."""
 
     def __init__(self, address: str, allowed: Sequence[str] | None) -> None:
-        self._is_loopback = address == "localhost" or _is_loopback(address)
+        self._is_loopback = is_loopback(address)
         self._address = address
         self._allowed = [name.strip().lower() for name in allowed or ()]
         self._is_any = _ANY in self._allowed or (allowed is None and not self._is_loopback)
@@ -46,7 +46,7 @@ class Names:
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
         if self._is_loopback:
-            return _is_loopback(name) or name == socket.gethostname().lower()
+            return is_loopback(name) or name == socket.gethostname().lower()
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
@@ -130,5 +130,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback(name: str) -> bool:
-    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+def is_loopback(name: str) -> bool:
+    """Whether a listener at this address hears this machine alone."""
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -28,6 +28,7 @@ from sie_contracts.runtime.tracing import current_trace_id
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
 START_S = 30.0  # how long processes that start together may wait for each other
+QUIET_S = 3.0  # and how long each says nothing of it: every start has such waits
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
@@ -204,8 +205,8 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 class Trouble:
     """A failure that repeats, told once until it has passed.
 
-    `grace_s`: for so long it may be no more than another process that is still starting. It is told at once as information, and as a
-    warning if it lasts longer.
+    `grace_s`: for so long it may be no more than another process that is still starting. Nothing is told in the first QUIET_S of it, then
+    it is told as information, and as a warning if it lasts longer.
     """
 
     def __init__(self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -214,18 +215,20 @@ class Trouble:
         self._grace_s = grace_s
         self._clock = clock
         self._since_s = 0.0
-        self._is_warned = False
+        self._is_told = self._is_warned = False
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
         """It failed, perhaps again."""
         if not self.lasting:
-            self.lasting, self._is_warned, self._since_s = True, False, self._clock()
-            if self._grace_s:
-                self._logger.info("%s: %s", self._what, error)
-        if not self._is_warned and self._clock() - self._since_s >= self._grace_s:
-            self._is_warned = True
+            self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
+        lasts_s = self._clock() - self._since_s
+        if not self._is_warned and lasts_s >= self._grace_s:
+            self._is_told = self._is_warned = True
             self._logger.warning("%s: %s", self._what, error)
+        elif not self._is_told and lasts_s >= QUIET_S:
+            self._is_told = True
+            self._logger.info("%s: %s", self._what, error)
 
     def passed(self) -> None:
         """It works."""
@@ -280,8 +283,8 @@ async def retry(
 ) -> Any:
     """Try until it works or the process is to stop (then None). Pauses double from 0.1 s to 5 s.
 
-    The first failure is logged as information, since processes that start together wait for each other; one that lasts START_S as a
-    warning, once.
+    A failure that lasts QUIET_S is logged as information, since processes that start together wait for each other; one that lasts START_S
+    as a warning, once.
     """
     delay_s, trouble = 0.1, Trouble(logger, what, START_S)
     while not stop.requested:

@@ -1,0 +1,82 @@
+"""What the first mistakes are answered with, and what a start says: each message holds the fix, and nothing looks like a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sie_adapter.weights.sources import WeightSources
+from sie_cli.supervisor import Child, Supervisor
+from sie_contracts.catalogue import ModelEntry, Weights
+from sie_contracts.errors import NotFound, SIEError
+from sie_contracts.runtime.process import QUIET_S, START_S, Trouble
+from sie_contracts.settings import load
+from sie_gateway.auth import Gate
+from sie_sdk import SIEAsyncClient, SIEClient
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/encode", "/v1/encode/{model}"), ("/encode/org/model", "/v1/encode/{model}"), ("/v1/encdoe/org/model", "/v1/encode/{model}"),
+        ("/v1/v1/encode/org/model", "/v1/encode/{model}"), ("/v1/model", "/v1/models"), ("/embeding", "/embeddings"), ("/helth", "/health"),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        Gate(load(environ={}).settings).check("POST", path, "")
+    assert caught.value.message == f"no such path; did you mean {near}?"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/none", "/v1", "/x" * 5000, "/" + "é" * 300])
+def test_a_path_that_is_like_no_route_names_the_page_of_all(path: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        Gate(load(environ={}).settings).check("GET", path, "")
+    assert caught.value.message == "no such path; /docs lists all"
+
+
+def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: pytest.LogCaptureFixture) -> None:
+    """1. processes that start together; 2. one that is slow; 3. one that never comes; 4. the next time."""
+    now_s = 0.0
+    trouble = Trouble(logging.getLogger("test"), "waiting", START_S, lambda: now_s)
+    with caplog.at_level(logging.INFO):
+        for now_s, told in ((0.0, 0), (QUIET_S - 0.1, 0), (QUIET_S, 1), (START_S - 0.1, 1), (START_S, 2), (2 * START_S, 2)):
+            trouble.met("nobody is there")
+            assert len(caplog.records) == told, now_s
+        trouble.passed()
+        trouble.met("nobody is there")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
+    """Other processes drain meanwhile, so the line of the one that refused it is far above."""
+    said: list[tuple[str, str]] = []
+    supervisor = Supervisor(lambda child, line: said.append((child, line)))
+    code = "import sys; print('error: SIE_DEVICE: there is none'); sys.exit(2)"
+    await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
+    assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
+    assert said == [("adapter", "error: SIE_DEVICE: there is none")]
+
+
+@pytest.mark.parametrize("client", [SIEClient, SIEAsyncClient])
+def test_an_address_without_a_scheme_is_told_before_anything_is_sent(client: type[SIEClient] | type[SIEAsyncClient]) -> None:
+    with pytest.raises(ValueError, match=r"base_url: expected an address such as http://127\.0\.0\.1:8080"):
+        client("127.0.0.1:8080")
+
+
+def test_a_lora_that_is_no_folder_and_no_repository_says_what_was_looked_for(tmp_path: Path) -> None:
+    """A name without an organisation is a folder's: no hub is asked."""
+    entry = ModelEntry(id="toy/one", weights=Weights(path="/toy"), family="text-encoder", outputs={"dense": 8}, max_tokens=8)
+    with pytest.raises(SIEError) as caught:
+        WeightSources(tmp_path, True).locate_lora("my-lora", entry, str(tmp_path))
+    assert caught.value.reason == "lora_not_found"
+    assert "there is no such folder in the models folder, and a hub repository has the form organisation/name" in caught.value.message
+    with pytest.raises(SIEError) as caught:
+        WeightSources(tmp_path, False).locate_lora(f"org/lora@{'a' * 40}", entry, str(tmp_path))
+    assert "a LoRA of a client" not in caught.value.message, "the name that logs have for it"
+    assert str(tmp_path) not in caught.value.message
