@@ -1,16 +1,22 @@
 """Who is refused, and whether it had to be: the rule of the gateway and the one before it, side by side in virtual time.
 
-Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a batch of at most 64
-requests of 8 tokens, clients that come again when they are told to. The clock is virtual, so the processor has no part in the figures.
+Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a batch, clients that come
+again when they are told to, to any of the gateways. The clock is virtual, so the processor has no part in the figures.
 
 * false: refused (at once or later) although it would have been answered a tenth of its budget and one batch early, behind all that was
   ahead of it and all that had been promised a turn; of all requests;
 * late: accepted and not answered within the budget; of the accepted. Onset: from the start, a stall or a slow-down on, for twice the budget
-  or ten batches; a stall of 6 s and the batches that run when the device slows down are in it, which no rule can foresee;
+  or ten batches;
+* struck: late as well, but accepted before the stall or the slow-down, or within one usual batch after it: nobody could know. Not in
+  `late`;
 * served: let in and answered in time, of those who came again at their Retry-After;
-* goodput: answers in time of what the device can do, after the onset, where requests come at ten times that.
+* goodput: answers in time of the capacity, after the onset, where requests come at ten times that.
 
-    python bench/admission.py [--every 7] [--out bench/results/admission.md]
+The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a full batch: a request
+may come as a batch begins, and waits for its end and for its own. Where not even a batch of one request satisfies this, a device under load
+cannot answer at all. These cells are listed and in no average.
+
+    python bench/admission.py [--set tuned|held-out] [--every 7] [--jobs 2] [--out bench/results/admission.md]
 """
 
 from __future__ import annotations
@@ -20,110 +26,150 @@ import itertools
 import platform
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from admission_simulation import SLOWER, Before, Case, Report, World
+from admission_simulation import Before, Case, World
 from report import Report as Lines
 
 from sie_gateway.admission import Admission
 
-BATCH_S = (0.001, 0.01, 0.1, 0.5)
-TOKEN_S = (2e-6, 2e-5, 2e-4, 2e-3)
 CLIENTS = (1, 10, 100, 500)
-BUDGET_S = (1.0, 10.0, 60.0)
 STARTS = ("cold", "tiny", "stall", "slow")
-FIT = 4  # full batches within the budget, below which a request is late by the luck of its batch
-MAX_OPEN = 20_000  # requests of a cell at ten times the capacity
-RULES = (("before", Before), ("now", Admission))
+MAX_OPEN = 12_000  # requests of a cell at ten times the capacity
+MAX_CLOSED = 2_000
+RULES = {"before": Before, "now": Admission}
 
 
-def full_s(case: Case) -> float:
-    """What a full batch takes, at its slowest."""
-    return (case.batch_s + case.token_s * case.tokens * case.batch_items) * (SLOWER if case.start == "slow" else 1)
+class Matrix(NamedTuple):
+    """`tokens`: of a request; 16 and more: the median of a lognormal distribution with sigma 0.6."""
+
+    batch_s: tuple[float, ...]
+    token_s: tuple[float, ...]
+    clients: tuple[int, ...]
+    budget_s: tuple[float, ...]
+    tokens: int
+    items: tuple[int, ...]  # requests of a full batch
+    workers: tuple[int, ...]
+    seed: int
 
 
-def closed() -> Iterator[Case]:
-    for batch_s, token_s, clients, budget_s, start in itertools.product(BATCH_S, TOKEN_S, CLIENTS, BUDGET_S, STARTS):
-        one_s = batch_s + token_s * 512
+MATRICES = {
+    "tuned": Matrix((0.001, 0.01, 0.1, 0.5), (2e-6, 2e-5, 2e-4, 2e-3), CLIENTS, (1.0, 10.0, 60.0), 8, (64, 8), (1, 3), 1),
+    "held-out": Matrix((0.003, 0.04, 0.2), (5e-6, 7e-5, 7e-4), (3, 30, 250), (1.5, 4.0, 30.0), 24, (32, 12), (2,), 77),
+}
+
+
+def closed(of: Matrix) -> Iterator[Case]:
+    for batch_s, token_s, clients, budget_s, start in itertools.product(of.batch_s, of.token_s, of.clients, of.budget_s, STARTS):
+        one_s = batch_s + token_s * of.tokens * of.items[0]
         seconds = max(40.0, 8 * budget_s, 100 * one_s)
-        yield Case(batch_s, token_s, clients, budget_s, start, seconds=seconds, requests=3000)
+        yield Case(
+            batch_s, token_s, clients, budget_s, start, tokens=of.tokens, batch_items=of.items[0], seconds=seconds, requests=MAX_CLOSED,
+            seed=of.seed,
+        )  # fmt: skip
 
 
-def overload() -> Iterator[Case]:
+def overload(of: Matrix) -> Iterator[Case]:
     for batch_s, token_s, budget_s, items, workers, gateways in itertools.product(
-        BATCH_S, TOKEN_S, BUDGET_S, (64, 8), (1, 3), (1, 2)
+        of.batch_s, of.token_s, of.budget_s, of.items, of.workers, (1, 2)
     ):  # fmt: skip
-        one_s = batch_s + token_s * 8 * items
-        seconds = 3 * max(2 * budget_s, 10 * one_s)
-        requests = int(10 * seconds * workers * items / one_s)
+        case = Case(
+            batch_s, token_s, 0, budget_s, load="open", tokens=of.tokens, batch_items=items, workers=workers, gateways=gateways,
+            seed=of.seed,
+        )  # fmt: skip
+        seconds = 3 * max(2 * budget_s, 10 * case.full_s())
+        requests = int(10 * seconds * case.capacity())
         if requests <= MAX_OPEN:
-            yield Case(
-                batch_s, token_s, 0, budget_s, load="open", seconds=seconds, requests=2 * requests, batch_items=items, workers=workers,
-                gateways=gateways,
-            )  # fmt: skip
+            yield replace(case, seconds=seconds, requests=2 * requests)
 
 
-class Sum:
-    def __init__(self) -> None:
-        self.cases = self.tries = self.refused = self.shed = self.false = 0
-        self.steady, self.onset, self.returns = [0, 0], [0, 0], [0, 0]
-        self.goodput: list[float] = []
+class Cell(NamedTuple):
+    """What came of a run: counts, and pairs of (those, of so many)."""
 
-    def add(self, report: Report) -> None:
-        self.cases += 1
-        self.tries += len(report.tries)
-        self.refused += len(report.of("refused"))
-        self.shed += len(report.of("shed"))
-        self.false += report.false
-        found = (report.late(onset=False), report.late(onset=True), report.returns())
-        for total, pair in zip((self.steady, self.onset, self.returns), found, strict=True):
-            total[0] += pair[0]
-            total[1] += pair[1]
-        if report.case.load == "open":
-            self.goodput.append(report.goodput())
-
-    def row(self) -> str:
-        goodput = f"{sum(self.goodput) / len(self.goodput):.0%}, least {min(self.goodput):.0%}" if self.goodput else ""
-        refused, shed = self.refused / self.tries, self.shed / self.tries
-        return (
-            f"{self.cases} | {self.tries} | {refused:.1%} | {shed:.1%} | {self.false / self.tries:.2%} | {_share(self.steady)} | "
-            f"{_share(self.onset)} | {_share(self.returns)} | {goodput} |"
-        )
+    tries: int
+    refused: int
+    shed: int
+    false: int
+    struck: int
+    steady: tuple[int, int]
+    onset: tuple[int, int]
+    served: tuple[int, int]
+    goodput: float | None
 
 
-def _share(pair: list[int]) -> str:
-    return f"{pair[0] / pair[1]:.2%} of {pair[1]}" if pair[1] else ""
+def run(case: Case, rule: str) -> Cell:
+    report = World(case, RULES[rule]).run()
+    return Cell(
+        len(report.tries), len(report.of("refused")), len(report.of("shed")), report.false, report.lost(), report.late(onset=False),
+        report.late(onset=True), report.returns(), report.goodput() if case.load == "open" else None,
+    )  # fmt: skip
+
+
+def _row(cells: list[Cell]) -> str:
+    tries = sum(cell.tries for cell in cells)
+    shares = [sum(cell.refused for cell in cells), sum(cell.shed for cell in cells), sum(cell.struck for cell in cells)]
+    refused, shed, struck = (f"{each / tries:.1%}" for each in shares)
+    goodput = [cell.goodput for cell in cells if cell.goodput is not None]
+    good = f"{sum(goodput) / len(goodput):.0%}, least {min(goodput):.0%}" if goodput else ""
+    return (
+        f"{len(cells)} | {tries} | {refused} | {shed} | {sum(cell.false for cell in cells) / tries:.2%} | "
+        f"{_share([cell.steady for cell in cells])} | {_share([cell.onset for cell in cells])} | {struck} | "
+        f"{_share([cell.served for cell in cells])} | {good} |"
+    )
+
+
+def _share(pairs: list[tuple[int, int]]) -> str:
+    some, of = (sum(each) for each in zip(*pairs, strict=True))
+    return f"{some / of:.2%} of {of}" if of else ""
+
+
+def _kind(case: Case) -> str:
+    return case.start if case.load == "closed" else f"10x, {case.gateways} gateway{'s' if case.gateways > 1 else ''}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=MATRICES, default="tuned", help="held-out: other costs, budgets, sizes and seeds")
     parser.add_argument("--every", type=int, default=1, help="only each N-th cell")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run cells")
+    parser.add_argument("--rule", choices=RULES, action="append", help="only this rule; may be repeated")
+    parser.add_argument("--cells", action="store_true", help="print every cell on the standard error output")
     parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
+    matrix = MATRICES[options.set]
+    cases = [*closed(matrix), *overload(matrix)][:: options.every]
+    possible = [case for case in cases if case.is_possible]
+    tasks = list(itertools.product(possible, options.rule or RULES))
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for (case, rule), cell in zip(tasks, pool.map(run, *zip(*tasks, strict=True), chunksize=4), strict=True):
+            groups.setdefault((_kind(case), rule), []).append(cell)
+            if options.cells:
+                print(rule, _row([cell]), case, file=sys.stderr, flush=True)
     say = Lines()
     say("# Who is refused\n")
-    say(f"`python bench/admission.py{f' --every {options.every}' if options.every > 1 else ''}`, virtual time; run on {_processor()}.")
-    say(f"a {_ms(BATCH_S)} ms for each batch, b {_us(TOKEN_S)} us for each token, {CLIENTS} clients, budgets of {BUDGET_S} s; at ten times")
-    say("the capacity 1 and 3 workers, 1 and 2 gateways. What the columns mean is said in the file itself.\n")
-    groups: dict[tuple[str, str], dict[str, Sum]] = {}
-    for number, case in enumerate([*closed(), *overload()]):
-        if number % options.every:
-            continue
-        fits = "fits" if case.budget_s >= FIT * full_s(case) else "tight"
-        kind = case.start if case.load == "closed" else f"10x, {case.gateways} gateway{'s' if case.gateways > 1 else ''}"
-        for name, rule in RULES:
-            groups.setdefault((fits, kind), {}).setdefault(name, Sum()).add(World(case, rule).run())
-        print(f"{number} {case}", file=sys.stderr, flush=True)
-    for fits, title in (("fits", "Budgets of at least four full batches"), ("tight", "Shorter budgets: when a batch is formed decides")):
-        say(f"\n{title}\n")
-        say("| load | rule | cells | requests | refused | later | false | late, steady | late, onset | served | goodput |")
-        say("|---|---|---|---|---|---|---|---|---|---|---|")
-        for (group, kind), sums in sorted(groups.items()):
-            for name, found in sums.items() if group == fits else ():
-                say(f"| {kind} | {name} | {found.row()}")
+    chosen = f"{f' --set {options.set}' if options.set != 'tuned' else ''}{f' --every {options.every}' if options.every > 1 else ''}"
+    say(f"`python bench/admission.py{chosen}`, virtual time; run on {_processor()}.")
+    say(f"a {_ms(matrix.batch_s)} ms for each batch, b {_us(matrix.token_s)} us for each token, {matrix.clients} clients, budgets of")
+    say(f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten times the capacity")
+    say(f"{matrix.workers} workers, 1 and 2 gateways. What the columns mean is said in the file itself.\n")
+    say("| load | rule | cells | requests | refused | later | false | late, steady | late, onset | struck | served | goodput |")
+    say("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for (kind, rule), cells in sorted(groups.items()):
+        say(f"| {kind} | {rule} | {_row(cells)}")
+    _say_impossible(say, [case for case in cases if not case.is_possible])
     say.save(options.out)
+
+
+def _say_impossible(say: Lines, cases: list[Case]) -> None:
+    found = sorted({(case.budget_s, case.batch_s * case.slowest, case.token_s * case.slowest) for case in cases})
+    told = ", ".join(f"{budget_s:g} s with {_ms((batch_s,))} ms and {_us((token_s,))} us" for budget_s, batch_s, token_s in found)
+    say(f"\nIn no row, because two batches of one request take longer than the budget: {len(cases)} cells (budget with a and b): {told}.\n")
 
 
 def _ms(values: tuple[float, ...]) -> str:

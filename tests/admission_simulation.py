@@ -21,6 +21,8 @@ from unittest.mock import Mock
 
 from inprocess import settings_of
 
+from sie_contracts import messages
+from sie_contracts.batch_times import BatchTimes
 from sie_contracts.errors import QueueFull
 from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, Ok, Stages, WorkResult
 from sie_contracts.topology import Lane
@@ -28,7 +30,9 @@ from sie_gateway.admission import Admission
 from sie_gateway.backlog import Backlog
 from sie_gateway.fleet import Fleet
 from sie_gateway.place import Place
+from sie_sidecar.batch import TIMES_OVER
 from sie_sidecar.rate import Rate
+from sie_sidecar.sizing import Ask, fitting
 
 LANE = Lane("_default", "_default", "default")
 MODEL = "toy/one"
@@ -38,6 +42,7 @@ LATE_S = 0.25  # by which a worker still begins what is late
 SPARE = 0.1  # of a budget
 BEAT_S = 1.0
 STALL_S, SLOWER = 6.0, 10.0
+BATCHES = 2.0  # that must fit into a budget: the one that runs when a request comes, and its own
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,28 @@ class Case:
     requests: int = 4000  # at which it ends at the latest
     seed: int = 1
 
+    @property
+    def slowest(self) -> float:
+        return SLOWER if self.start == "slow" else 1.0
+
+    def full_tokens(self, factor: float = 1.0) -> float:
+        """Of the largest batch of which BATCHES fit into the budget on a device that takes `factor` times as long. May be below 0."""
+        by_time = (self.budget_s / BATCHES / factor - self.batch_s) / self.token_s
+        return min(self.batch_cost, self.batch_items * self.tokens, by_time)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a device under load can answer at all: a batch of one request ends within half of the budget."""
+        return self.full_tokens(self.slowest) >= self.tokens
+
+    def full_s(self, factor: float = 1.0) -> float:
+        """What the largest such batch takes."""
+        return factor * (self.batch_s + self.token_s * max(self.tokens, self.full_tokens(factor)))
+
+    def capacity(self) -> float:
+        """Requests a second that the workers can answer within the budget."""
+        return self.workers * max(1.0, self.full_tokens() / self.tokens) / self.full_s()
+
 
 @dataclass
 class Try:
@@ -84,6 +111,7 @@ class Report:
     busy_s: float = 0.0
     seconds: float = 0.0
     phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
+    struck: tuple[float, float] = (math.inf, math.inf)  # from, until: who came then could not know of the stall or the slow-down
 
     def is_onset(self, at_s: float) -> bool:
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.phases)
@@ -95,12 +123,22 @@ class Report:
     def false(self) -> int:
         """Refused at once although it would have been answered in time, with a tenth of the budget and a batch to spare."""
         case = self.case
-        spare_s = SPARE * case.budget_s + case.batch_s + case.token_s * min(case.batch_cost, case.batch_items * case.tokens)
+        spare_s = SPARE * case.budget_s + case.full_s()
         return sum(each.would_s + spare_s <= each.deadline_s - each.at_s for each in self.of("refused") + self.of("shed"))
 
     def late(self, *, onset: bool) -> tuple[int, int]:
-        accepted = [each for each in self.tries if each.outcome in ("answered", "late", "shed") and self.is_onset(each.at_s) == onset]
+        accepted = [each for each in self._accepted() if self.is_onset(each.at_s) == onset and not self.is_struck(each)]
         return sum(each.outcome == "late" for each in accepted), len(accepted)
+
+    def is_struck(self, one: Try) -> bool:
+        """Whether it came before anybody could see that the device stands still or is slow, and was not answered for that."""
+        return one.outcome == "late" and self.struck[0] <= one.at_s <= self.struck[1]
+
+    def lost(self) -> int:
+        return sum(self.is_struck(each) for each in self._accepted())
+
+    def _accepted(self) -> list[Try]:
+        return [each for each in self.tries if each.outcome in ("answered", "late", "shed")]
 
     def returns(self) -> tuple[int, int]:
         """Those that were let in, of those that came again when they were told to."""
@@ -123,17 +161,27 @@ class Device:
         self.batches = 0
         self.running: tuple[float, list[Job]] | None = None
         self.rate = Rate()  # that its heartbeats tell
+        self.times = BatchTimes(TIMES_OVER)
 
     def take(self) -> None:
-        world, case, batch, tokens = self.world, self.world.case, [], 0
-        while self.running is None and world.queue and len(batch) < case.batch_items:
-            job = world.queue[0]
-            if not job.withdrawn and world.now_s <= job.one.deadline_s + LATE_S:
-                if batch and tokens + job.one.tokens > case.batch_cost:
-                    break
-                batch.append(job)
-                tokens += job.one.tokens
-            world.queue.popleft()
+        world, case = self.world, self.world.case
+        if self.running is not None:
+            return
+        batch: list[Job] = []
+        tokens = 0
+        for job in world.queue:
+            if job.withdrawn or world.now_s > job.one.deadline_s + LATE_S:
+                continue
+            if len(batch) == case.batch_items or (batch and tokens + job.one.tokens > case.batch_cost):
+                break
+            batch.append(job)
+            tokens += job.one.tokens
+        asks = [Ask(job.one.tokens, job.one.deadline_s - world.now_s, case.budget_s) for job in batch]
+        batch = batch[: fitting(asks, self.times)]
+        tokens = sum(job.one.tokens for job in batch)
+        last = batch[-1] if batch else None
+        while world.queue and world.queue.popleft() is not last:
+            pass
         if batch:
             self.batches += 1
             end_s, name = world.worked(world.now_s, case.batch_s + case.token_s * tokens), str(self.batches)
@@ -144,6 +192,7 @@ class Device:
 
     def ran(self, batch: list[Job], tokens: int, seconds: float, name: str) -> None:
         world = self.world
+        self.times.note(tokens, seconds)
         world.busy_s += seconds
         self.running = None
         self.rate.ended(tokens, world.now_s)
@@ -215,12 +264,13 @@ class World:
         self.report = Report(case)
         settings = settings_of(SIE_HEARTBEAT_TIMEOUT_MS="100000000")
         self.gateways = []
-        for _ in range(case.gateways):
+        for number in range(case.gateways):
             fleet = Fleet(Mock(), settings, self.time)
             backlog = Backlog(Mock(), (), self.time)
             one = rule(settings, Mock(), fleet, backlog, Mock(), clock=self.time)
-            one.peers.count = lambda: case.gateways
             self.gateways.append((one, fleet))
+            if case.gateways > 1:
+                self.at(self.now_s + number * WAY_S, lambda one=one: self.announce(one))
         self.devices = [Device(self, f"w{number}") for number in range(case.workers)]
         self.open = [0] * case.gateways
 
@@ -251,14 +301,17 @@ class World:
                 now_s = until_s
         return now_s + work_s
 
-    def full(self) -> int:
-        """Requests of a full batch."""
-        return max(1, min(self.case.batch_items, self.case.batch_cost // self.case.tokens))
+    def announce(self, one: Admission) -> None:
+        """What a gateway tells the others reaches them a way later."""
+        beat = messages.decode_gateway(messages.encode(one.peers.beat()))
+        for other, _ in self.gateways:
+            self.at(self.now_s + WAY_S, lambda other=other: other.peers.note(beat))
+        self.at(self.now_s + one.peers.pause_s(), lambda: self.announce(one))
 
     def true_end_s(self, tokens: int) -> float:
         """When a request would be answered that is let in now, behind all that is ahead and all that was promised."""
         running = [job.one.tokens for device in self.devices if device.running for job in device.running[1] if not job.withdrawn]
-        promised = sum(self.promised(one) for one, _ in self.gateways)
+        promised = max(self.promised(one) for one, _ in self.gateways)
         ahead, count = self.entered_tokens - sum(running) + promised, len(self.entered) - len(running) + promised / self.case.tokens
         return self.end_s(ahead + tokens, count + 1)
 
@@ -271,7 +324,7 @@ class World:
     def end_s(self, tokens: float, count: float) -> float:
         """When so much is done beside what runs."""
         case = self.case
-        batches = math.ceil(max(tokens / case.batch_cost, count / case.batch_items))
+        batches = math.ceil(max(tokens / max(case.tokens, min(case.batch_cost, case.full_tokens())), count / case.batch_items))
         begun_s = min(device.running[0] if device.running else self.now_s for device in self.devices)
         return self.worked(begun_s, (batches * case.batch_s + tokens * case.token_s) / case.workers) + 2 * WAY_S
 
@@ -285,7 +338,7 @@ class World:
         tokens = case.tokens if case.tokens < 16 else max(3, int(self.random.lognormvariate(math.log(case.tokens), 0.6)))
         one = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return)
         self.report.tries.append(one)
-        gateway = client % case.gateways
+        gateway = self.random.randrange(case.gateways)
         admission = self.gateways[gateway][0]
         try:
             admission.check("key", LANE, "interactive", MODEL, tokens, case.budget_s, lambda: token)
@@ -359,8 +412,8 @@ class World:
         case, report = self.case, self.report
         start_s = self.now_s
         end_s = start_s + case.seconds
-        full_s = case.batch_s + case.token_s * case.tokens * self.full()
-        report.capacity = case.workers * self.full() / full_s
+        full_s = case.full_s()
+        report.capacity = case.capacity()
         onset_s = max(2 * case.budget_s, 10 * full_s, 1.0)
         begin_s = start_s
         if case.start == "tiny":
@@ -408,6 +461,7 @@ class World:
                 else:
                     self.stops = [(self.now_s, math.inf, SLOWER)]
                     report.phases.append((self.now_s - case.budget_s, self.now_s + onset_s + 10 * SLOWER * full_s))
+                report.struck = self.now_s - case.budget_s, self.now_s + full_s
             if due_s > end_s + 2 * case.budget_s:
                 break
             self.now_s = max(self.now_s, due_s)
@@ -426,8 +480,8 @@ class World:
             for device in self.devices:
                 fleet.note(Heartbeat(
                     device.name, "_default", "_default", "default", True, "0", models=(ModelStatus(MODEL, "loaded"),),
-                    rate=device.rate.tokens_per_s, credit_cost=4 * case.batch_cost, credit_items=4 * case.batch_items,
-                    batch_cost=case.batch_cost, pipeline=2,
+                    rate=device.rate.tokens_per_s, credit_cost=3 * case.batch_cost, credit_items=3 * case.batch_items,
+                    batch_cost=case.batch_cost, pipeline=1,
                 ))  # fmt: skip
             one.sweep()
         self.at(self.now_s + BEAT_S, self.beat)

@@ -326,9 +326,34 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
     waiting: int = 0
 
 
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """A client that was refused comes again in `due_s` seconds, with a request of `cost` tokens. `client`: a digest."""
+
+    client: bytes
+    due_s: float
+    cost: float
+
+
+class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
+    """One model (`residency`) at one priority of a lane, as a gateway sees it: the tokens that it has in the queue, the tokens of its own
+    that leave the queue per second (0: not known), the turns that it promised since its last announcement, and the clients whose turn
+    it was."""
+
+    pool: str
+    machine_profile: str
+    bundle: str
+    priority: Priority
+    residency: str
+    tokens: int
+    rate: float = 0.0
+    turns: tuple[Turn, ...] = ()
+    claimed: tuple[bytes, ...] = ()
+
+
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
     """A gateway's account of itself, each second, to all gateways. `traffic` by lane and priority: `pool.machine profile.bundle.priority`.
-    `qps`: inference requests that it answered per second lately. `config_epoch`: of the catalogue that it serves by.
+    `qps`: inference requests that it answered per second lately. `config_epoch`: of the catalogue that it serves by. `queued`:
+    work in the queue, told only while there are other gateways, and then five times a second.
     """
 
     gateway: str
@@ -336,6 +361,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     traffic: dict[str, LaneTraffic] = {}
     qps: float = 0.0
     config_epoch: str = ""
+    queued: tuple[QueuedWork, ...] = ()
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):

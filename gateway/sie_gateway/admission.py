@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sie_contracts.broker import Broker
 from sie_contracts.errors import QueueFull
-from sie_contracts.messages import PRIORITIES, Heartbeat, Priority, WorkResult
+from sie_contracts.messages import PRIORITIES, GatewayBeat, Heartbeat, Priority, QueuedWork, WorkResult
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
@@ -35,6 +36,8 @@ COLD_CHUNKS = 2  # of a model that no worker has loaded, in the queue: what make
 MAX_GONE = 4096
 SHED_S = 0.1  # how often those that are in the queue are looked at again
 SWEEP_S = 1.0
+MAX_TOLD = 256  # models and priorities in an announcement to the other gateways, those with the most work in the queue
+MAX_TOLD_TURNS = 1000  # and turns: 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
 
@@ -113,6 +116,8 @@ class Admission:
         self._metrics = metrics
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock)
+        self.peers.queued = self.queued
+        self.peers.listeners.append(self.heard)
         self._shares: dict[tuple[Lane, Priority], Shares] = {}  # lanes are those of the pools, the catalogue and the machine profiles
         self._places: dict[tuple[Lane, Priority, str], Place] = {}
         self._open: dict[Ticket, Permits] = {}  # from their admission to their end
@@ -215,6 +220,27 @@ class Admission:
                 found[name] = found.get(name, 0) + sum(place.window.waiting_tokens().values())
         return found
 
+    def queued(self) -> tuple[QueuedWork, ...]:
+        """What the other gateways need to know of this one's work in the queue and of those whom it refused."""
+        now_s, left = self._clock(), MAX_TOLD_TURNS
+        found: list[QueuedWork] = []
+        for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
+            news = place.news(now_s, left)
+            if news is not None:
+                found.append(news)
+                left -= len(news.turns) + len(news.claimed)
+        return tuple(found)
+
+    def heard(self, beat: GatewayBeat) -> None:
+        """Another gateway told what it has in the queue."""
+        now_s = self._clock()
+        for queued in beat.queued:
+            lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
+            if queued.turns or (lane, queued.priority, queued.residency) in self._places:
+                place = self._place(lane, queued.priority, queued.residency)
+                place.used_s = now_s
+                place.heard(beat.gateway, queued, now_s)
+
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
         """SIE_CHUNK_COST in estimated tokens: fewer where a model's tokens turn out to be more than estimated."""
         place = self._places.get((lane, priority, residency))
@@ -238,7 +264,7 @@ class Admission:
         window.shares.saw(key, now_s)
         self._look(place, now_s)
         ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
-        entered = Entered(ticket, now_s + budget_s, client, request)
+        entered = Entered(ticket, now_s, budget_s, client, request)
         permits = Permits(self, place, entered, costs, size_bytes)
         is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
         if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:

@@ -26,6 +26,7 @@ MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought
 FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
 SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
 RECENT_BATCHES = 16  # to which a late result of the same batch is added
+CAPPED = 0.2  # of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work behind
 
 
 class Wait(NamedTuple):
@@ -44,9 +45,13 @@ class Wait(NamedTuple):
 class _Batch:
     """What one batch brought to this gateway."""
 
-    __slots__ = ("at_s", "before_s", "device_s", "is_counted", "is_crowded", "is_sample", "name", "queued_s", "tokens")
+    __slots__ = (
+        "at_s", "before_s", "device_s", "formed_s", "is_counted", "is_crowded", "is_sample", "left_work", "name", "queued_s", "tokens",
+    )  # fmt: skip
 
-    def __init__(self, name: str, at_s: float, before_s: float, queued_s: float, is_crowded: bool, device_s: float) -> None:
+    def __init__(
+        self, name: str, at_s: float, before_s: float, queued_s: float, is_crowded: bool, device_s: float, pipeline: int
+    ) -> None:  # fmt: skip
         self.name = name
         self.at_s = at_s
         self.before_s = before_s
@@ -54,6 +59,8 @@ class _Batch:
         self.is_crowded = is_crowded
         self.device_s = device_s
         self.is_sample = device_s < math.inf
+        self.formed_s = at_s - pipeline * device_s  # at the latest: a worker may form batches ahead of the device
+        self.left_work = False  # work that was in the queue then was not taken
         self.is_counted = False
         self.tokens = 0.0
 
@@ -68,14 +75,17 @@ class _Sample(NamedTuple):
     tokens: float
     seconds: float
     is_crowded: bool
+    left_work: bool
 
 
 class Known(NamedTuple):
-    """A batch as the last samples have it. `is_full`: it is as large as it gets. `longest_s`: of one of them."""
+    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work behind. `longest_s`:
+    of one of them."""
 
     tokens: float
     seconds: float
     is_full: bool
+    left_work: bool
     longest_s: float
 
 
@@ -93,25 +103,36 @@ class Drain:
         self._known_s = -math.inf  # when it was worked out, for as long as no batch came
 
     def left(
-        self, now_s: float, batch: str, tokens: float, queued_s: float, *, is_crowded: bool, device_s: float = math.inf, lanes: int = 1
+        self, now_s: float, batch: str, tokens: float, queued_s: float, *, is_crowded: bool, device_s: float = math.inf, lanes: int = 1,
+        pipeline: int = 1,
     ) -> None:  # fmt: skip
         """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they were queued while more
-        waited than the workers take in, so that no batch is larger. `device_s`: what the batch took, of which `lanes` run at a time."""
+        waited than the workers take in, so that no batch is larger. `device_s`: what the batch took, of which `lanes` run at a time, each
+        with `pipeline` formed."""
         if not batch:  # nothing ran
             return
         found = next((each for each in itertools.islice(reversed(self._batches), RECENT_BATCHES) if each.name == batch), None)
         if found is None:
-            found = _Batch(batch, now_s, self._last_s, queued_s, is_crowded, device_s)
+            found = _Batch(batch, now_s, self._last_s, queued_s, is_crowded, device_s, pipeline)
+            self._see_left(found, queued_s)
             self._lanes = lanes
             self._batches.append(found)
             self._last_s = now_s
-        found.queued_s = min(found.queued_s, queued_s)
+        if queued_s < found.queued_s:
+            found.queued_s = queued_s
+            self._see_left(found, queued_s)
         found.is_crowded |= is_crowded
         found.tokens += tokens
         found.is_sample |= found.queued_s <= found.before_s
         if found.is_sample and not found.is_counted:
             found.is_counted = True
             self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
+
+    def _see_left(self, later: _Batch, queued_s: float) -> None:
+        """A queue is first in, first out: what was queued before a batch was formed, and ran in a later one, was left by it."""
+        for batch in itertools.islice(reversed(self._batches), RECENT_BATCHES):
+            if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
+                batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_Sample]:
         """The last batches that count, the newest first."""
@@ -126,7 +147,7 @@ class Drain:
             if len(found) >= LEAST_SAMPLES * self._lanes and span_s >= LEAST_SPAN_S:
                 break
             if batch.is_sample:
-                found.append(_Sample(batch.tokens, seconds, batch.is_crowded))
+                found.append(_Sample(batch.tokens, seconds, batch.is_crowded, batch.left_work))
                 span_s += seconds
         return found
 
@@ -150,19 +171,32 @@ class Drain:
         counted = full or samples
         tokens = sum(each.tokens for each in counted) / len(counted)
         seconds = sum(each.seconds for each in counted) / len(counted)
-        return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), longest.seconds)
+        left_work = 2 * sum(each.left_work for each in samples) >= len(samples)
+        return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), left_work, longest.seconds)
 
-    def wait(self, now_s: float, ahead: float, cost: float, oldest_s: float, full_tokens: float, fixed_tokens: float) -> Wait:
+    def rate(self, now_s: float) -> float:
+        """Tokens of this gateway that leave the queue per second, 0 while not known."""
+        known = self.batch(now_s)
+        return known.tokens / known.seconds if known is not None else 0.0
+
+    def wait(
+        self, now_s: float, ahead: float, cost: float, oldest_s: float, full_tokens: float, fixed_tokens: float, share: float = 1.0,
+        budget_s: float = math.inf,
+    ) -> Wait:  # fmt: skip
         """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
 
         A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens) of their time;
         `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a larger batch takes no longer.
+        `share`: this gateway's part of what leaves the queue; what is `ahead` is that of all gateways. `budget_s`: no worker forms batches
+        that are larger than the budgets of their requests allow, so batches that take a good part of it do not become larger.
         """
         known = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self._last_s)
         if known is None:
             return Wait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
-        tokens, seconds, is_full, longest_s = known
+        tokens, seconds, is_full, left_work, longest_s = known
+        is_full |= left_work and seconds >= CAPPED * budget_s
+        tokens /= share
         size = tokens if is_full else max(tokens, min(ahead + cost, full_tokens))
         if size > tokens and fixed_tokens < math.inf:
             seconds *= (fixed_tokens + min(size, MAX_GROWTH * tokens)) / (fixed_tokens + tokens)

@@ -1,6 +1,8 @@
 """The gateways of this installation, by their own announcements: how many share a window, and what all of them put into the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
+                                       └── while it has work in the queue and is not alone: five times a second, with that work and the
+                                           turns of the clients that it refused (`listeners`)
 
 A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
 """
@@ -17,16 +19,18 @@ import msgspec
 
 from sie_contracts import messages, topology
 from sie_contracts.broker import Broker, BrokerError, CoreMessage
-from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority
+from sie_contracts.messages import GatewayBeat, LaneTraffic, Priority, QueuedWork
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import default_worker_id
 from sie_contracts.topology import Lane
 
 EVERY_S = 1.0
+BUSY_S = 0.2  # while others need to know what is in the queue
 SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # of the messages that the mean cost is made of
 RATE_S = 10.0  # time constant of the tokens a second
-QPS_BEATS = 10  # announcements over which answers are counted
+QPS_S = 10.0  # over which answers are counted
+MAX_BEATS = 50
 _LEAST_MESSAGES = 0.01  # a lane without traffic is forgotten after some ten half-lives
 _logger = logging.getLogger("sie.gateway.peers")
 
@@ -69,16 +73,23 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        self._answers: deque[tuple[int, float]] = deque(maxlen=QPS_BEATS)  # answers, and in how many seconds
+        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
+        self.queued: Callable[[], tuple[QueuedWork, ...]] = tuple  # what others need to know of this gateway's work in the queue
+        self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
+        self._is_busy = False  # the last announcement had work in the queue
 
     async def start(self) -> None:
         await self._broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
         """Announce until `stop`, then say goodbye."""
-        while not await stop.wait_for(EVERY_S):
+        while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
         await self._send(GatewayBeat(self.id, leaving=True))
+
+    def pause_s(self) -> float:
+        """Until the next announcement."""
+        return BUSY_S if self._is_busy else EVERY_S
 
     async def _send(self, beat: GatewayBeat) -> None:
         try:
@@ -119,8 +130,12 @@ class Peers:
             traffic.setdefault(f"{lane}.{priority}", LaneTraffic(0.0, 0.0, 0.0, tokens))
         self._answers.append((self._answered, seconds))
         self._answered = 0
+        while len(self._answers) > 1 and sum(took_s for _, took_s in self._answers) > QPS_S:
+            self._answers.popleft()
         qps = sum(count for count, _ in self._answers) / sum(took_s for _, took_s in self._answers)
-        return GatewayBeat(self.id, traffic=traffic, qps=round(qps, 3), config_epoch=self.epoch())
+        queued = self.queued() if self.count() > 1 else ()
+        self._is_busy = bool(queued)
+        return GatewayBeat(self.id, traffic=traffic, qps=round(qps, 3), config_epoch=self.epoch(), queued=queued)
 
     async def _on_beat(self, message: CoreMessage) -> None:
         try:
@@ -137,6 +152,9 @@ class Peers:
             self._heard.pop(beat.gateway, None)
         else:
             self._heard[beat.gateway] = (now_s, beat)
+        if beat.gateway != self.id:
+            for listener in self.listeners:
+                listener(beat)
 
     def _live(self) -> list[GatewayBeat]:
         now_s = self._clock()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from sie_contracts.batch_times import BatchTimes
 from sie_contracts.costs import text_cost
-from sie_contracts.messages import Heartbeat, Ok, Priority, WorkResult
+from sie_contracts.messages import Heartbeat, Ok, Priority, QueuedWork, WorkResult
 from sie_contracts.topology import Lane
 from sie_gateway.drain import Drain, Wait
 from sie_gateway.turns import Turns
@@ -28,10 +28,23 @@ from sie_gateway.window import Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
 DOUBT, FLOOR_DOUBT = 1.0, 2.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
-TURN_SHARE = 0.25  # of a budget: ahead of those who are let in while others have a turn
-BUSY_BATCHES = 3.0  # of wait are always let in, so that the workers have no pause
+BUSY_BATCHES = 1.5  # of wait, beside those that run, are always let in, so that the workers have no pause
 TURN_PACE = 0.6  # of what leaves the queue: the part that turns are given for; clients without one have the rest
+BUNCH = 0.4  # of a budget: work of clients that come at once, as those of one second do, Retry-After being in whole seconds
 STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
+RESTART_S = 10.0  # at least: in this time an adapter that ended is started and its model is loaded
+
+
+OTHER_S = 2.0  # after which what another gateway told of its work in the queue says nothing any more
+
+
+class _Other(NamedTuple):
+    """What another gateway has in the queue, as it told. `own`: what this one had then."""
+
+    at_s: float
+    tokens: int
+    rate: float
+    own: float
 
 
 class Refusal(NamedTuple):
@@ -46,13 +59,14 @@ class Entered:
     """A request from its admission to its end. `queued_s`: when each chunk that is in the queue was let into it, and
     whether more was waiting then."""
 
-    __slots__ = ("client", "cost", "deadline_s", "is_decided", "queued_s", "request", "ticket")
+    __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "ticket")
 
-    def __init__(self, ticket: Ticket, deadline_s: float, client: Callable[[], bytes], request: str) -> None:
+    def __init__(self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str) -> None:
         self.ticket = ticket
         self.request = request
         self.cost = sum(ticket.costs)
-        self.deadline_s = deadline_s
+        self.budget_s = budget_s
+        self.deadline_s = now_s + budget_s
         self.client = client
         self.is_decided = False  # it has a result, or was refused after all
         self.queued_s: dict[int, tuple[float, bool]] = {}
@@ -78,6 +92,7 @@ class Place:
         self.until_s = self.used_s = 0.0
         self.shed_s = 0.0
         self._busy_s = math.inf  # since when something is in the queue
+        self._others: dict[str, _Other] = {}  # by gateway
 
     # what happens
 
@@ -116,20 +131,61 @@ class Place:
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
         device_s = result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf
         tokens = entered.ticket.costs[result.chunk]
-        self.drain.left(now_s, name, tokens, queued_s, is_crowded=is_crowded, device_s=device_s, lanes=self._lanes())
+        pipeline = max((host.pipeline for host in self.hosts), default=1)
+        self.drain.left(
+            now_s, name, tokens, queued_s, is_crowded=is_crowded, device_s=device_s, lanes=self._lanes(), pipeline=max(1, pipeline)
+        )  # fmt: skip
 
     def freed(self) -> None:
         """Something has left the queue."""
         if not self.window.items:
             self._busy_s = math.inf
 
+    def heard(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
+        """Another gateway told what it has in the queue, and of turns."""
+        self._others[gateway] = _Other(now_s, queued.tokens, queued.rate, self.window.cost)
+        self.turns.heard(now_s, queued.turns, queued.claimed)
+
+    def news(self, now_s: float, count: int) -> QueuedWork | None:
+        """What other gateways need to know, with `count` turns at most; None if there is nothing in the queue and no turn."""
+        turns, claimed = self.turns.news(now_s, count)
+        if not self.window.cost and not turns and not claimed:
+            return None
+        lane, rate = self.lane, round(self.drain.rate(now_s), 3)
+        return QueuedWork(
+            lane.pool, lane.machine_profile, lane.bundle, self.priority, self.residency, round(self.window.cost), rate, turns, claimed
+        )  # fmt: skip
+
     # what follows
 
-    def wait(self, now_s: float, ahead: float, cost: float) -> Wait:
-        """Of a request of `cost` tokens behind so many."""
+    def wait(self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0) -> Wait:
+        """Of a request of `cost` tokens behind so many of this gateway, and behind what was promised by all gateways."""
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
-        return self.drain.wait(now_s, ahead, cost, min(now_s, self._busy_s), self._full_tokens(cost), fixed)
+        everything, share = self.everywhere(now_s, ahead)
+        return self.drain.wait(
+            now_s, everything + promised, cost, min(now_s, self._busy_s), self._full_tokens(cost), fixed, share, budget_s
+        )  # fmt: skip
+
+    def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
+        """What is ahead in the queue of all gateways where `ahead` is that of this gateway, and this gateway's share of what leaves it.
+
+        The queue is first in, first out, so the work of all gateways is mixed in it. What waits in this gateway becomes part of the queue
+        by this gateway's share only. What others told is a moment old: they are taken to have put in since then as much as this one did, in
+        proportion. So a burst that comes to all of them counts at once.
+        """
+        rate = self.drain.rate(now_s) if self._others else 0.0
+        if not rate:
+            return ahead, 1.0
+        own, others, sum_of_rates = self.window.cost, 0.0, rate
+        for other in self._others.values():
+            if other.rate and now_s - other.at_s < OTHER_S:
+                others += max(0.0, other.tokens + min(1.0, other.rate / rate) * (own - other.own))
+                sum_of_rates += other.rate
+        share = rate / sum_of_rates
+        queued = min(ahead, own)
+        in_queue = queued * (own + others) / own if own else others
+        return in_queue + (ahead - queued) / share, share
 
     def _lanes(self) -> int:
         """Batches that the hosts run at a time."""
@@ -150,20 +206,23 @@ class Place:
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
-        wait = self.wait(now_s, ahead, cost)
+        wait = self.wait(now_s, ahead, cost, budget_s)
         promised = self.turns.promised(now_s)
-        believed = MARGIN * wait.evidence / (wait.evidence + (FLOOR_DOUBT if ahead <= floor else DOUBT))
         is_turn = promised > 0 and self.turns.claim(now_s, client())
+        margin = 1.0 if is_turn else MARGIN
+        believed = margin * wait.evidence / (wait.evidence + (FLOOR_DOUBT if ahead <= floor else DOUBT))
         if wait.stalled_s + believed * wait.likely_s <= budget_s:
-            if not promised or is_turn or wait.likely_s <= max(TURN_SHARE * budget_s, BUSY_BATCHES * wait.batch_s):
+            if not promised or is_turn or wait.likely_s <= (self._lanes() + BUSY_BATCHES) * wait.batch_s:
                 return None
-            if believed * self.wait(now_s, ahead + promised, cost).likely_s <= budget_s:
+            if believed * self.wait(now_s, ahead, cost, budget_s, self.turns.due(now_s, budget_s)).likely_s <= budget_s:
                 return None
-        return self._refusal(wait, ahead + (promised + cost) / TURN_PACE)
+        return self._refusal(wait, self.everywhere(now_s, ahead)[0] + (promised + cost) / _pace(budget_s))
 
     def _refusal(self, wait: Wait, ahead: float) -> Refusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
-        return Refusal(wait.likely_s + wait.stalled_s, STALL_TURN * wait.stalled_s + turn_s, bool(wait.stalled_s))
+        if wait.stalled_s:
+            turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
+        return Refusal(wait.likely_s + wait.stalled_s, turn_s, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
         """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of the wait when they
@@ -191,7 +250,7 @@ class Place:
         found += self._behind(waiting)
         late = []
         for entered, ahead in found:
-            wait = self.wait(now_s, ahead, entered.cost)
+            wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
             if wait.evidence / (wait.evidence + DOUBT) * wait.least_s > entered.deadline_s - now_s:
                 late.append((entered, wait))
         return late
@@ -202,9 +261,9 @@ class Place:
         for entered, _ in late:
             entered.is_decided = True
         gone = sum(entered.cost for entered, _ in late)
-        stays = self.window.cost + sum(self.window.waiting_costs().values()) - gone
+        stays, _ = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
         for entered, wait in late:
-            yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / TURN_PACE)
+            yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / _pace(entered.budget_s))
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
@@ -218,6 +277,11 @@ class Place:
                 others = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
                 yield entered, self.window.cost + mine + others
                 mine = most
+
+
+def _pace(budget_s: float) -> float:
+    """The part of what leaves the queue that turns are given for."""
+    return min(TURN_PACE, BUNCH * budget_s)
 
 
 def _lanes(host: Heartbeat) -> int:

@@ -4,17 +4,23 @@
                                                                                               └─► it does not: the turn lapses
 
 A client is known again by a digest of its address, key and request. Where many clients ask the same, a turn belongs to whoever comes first
-after it is due.
+after it is due. Gateways tell each other what they `book` and what is claimed (`news`, `heard`), so that a client may come again to any of
+them and all of them know how much is promised.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
+from collections.abc import Sequence
+
+from sie_contracts.messages import Turn
 
 MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
 MAX_TURNS = 16_384
+MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
 GRACE_S, GRACE_SHARE = 2.0, 0.3  # how much later than told a client may come, and by which share of its wait earlier or later
 RECENT_ANSWERS = 64
 MEMORY = 0.02  # of the share of clients that come again
@@ -37,14 +43,17 @@ class _Turn:
 class Turns:
     """Times are those of one clock, seconds; costs are tokens."""
 
-    __slots__ = ("_by_client", "_count", "_lapses", "_open", "_shown")
+    __slots__ = ("_booked", "_by_client", "_by_second", "_claimed", "_count", "_lapses", "_open", "_shown")
 
     def __init__(self) -> None:
         self._by_client: dict[bytes, list[tuple[float, int, _Turn]]] = {}  # heaps, the next that is due first
         self._lapses: list[tuple[float, int, bytes, _Turn]] = []
         self._open = 0.0
+        self._by_second: dict[int, float] = {}  # of what is open: costs by the second in which it is due
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
+        self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)  # of this gateway, not told yet: client, due, cost
+        self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 
     def __len__(self) -> int:
         return len(self._lapses)
@@ -58,6 +67,12 @@ class Turns:
                 self._next(client)
         return self._open * self._shown
 
+    def due(self, now_s: float, within_s: float) -> float:
+        """Of `promised`, what is due by then."""
+        self.promised(now_s)
+        last = math.floor(min(now_s + within_s, now_s + MAX_RETRY_S + 1))
+        return self._shown * sum(cost for second, cost in self._by_second.items() if second <= last)
+
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float) -> int:
         """The Retry-After of a client whose turn comes in `wait_s`: whole seconds, rounded up or down at random so that clients of the
         same moment are spread. No turn is kept of one that would wait longer than MAX_RETRY_S."""
@@ -65,14 +80,38 @@ class Turns:
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
         retry_s = max(1, jittered)
-        self.promised(now_s)
-        if client and len(self._lapses) < MAX_TURNS:
-            turn = _Turn(now_s + retry_s, GRACE_SHARE * retry_s, cost)
-            self._count += 1
-            heapq.heappush(self._lapses, (turn.due_s + max(GRACE_S, turn.early_s), self._count, client, turn))
-            heapq.heappush(self._by_client.setdefault(client, []), (turn.due_s, self._count, turn))
-            self._open += cost
+        if client and self._add(now_s, client, retry_s, cost):
+            self._booked.append((client, now_s + retry_s, cost))
         return retry_s
+
+    def _add(self, now_s: float, client: bytes, retry_s: float, cost: float) -> bool:
+        self.promised(now_s)
+        if len(self._lapses) >= MAX_TURNS:
+            return False
+        turn = _Turn(now_s + retry_s, GRACE_SHARE * retry_s, cost)
+        self._count += 1
+        heapq.heappush(self._lapses, (turn.due_s + max(GRACE_S, turn.early_s), self._count, client, turn))
+        heapq.heappush(self._by_client.setdefault(client, []), (turn.due_s, self._count, turn))
+        self._open += cost
+        second = math.floor(turn.due_s)
+        self._by_second[second] = self._by_second.get(second, 0.0) + cost
+        return True
+
+    def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
+        """What the other gateways do not know yet, the oldest first, `count` at most: turns that were booked here, clients that came."""
+        claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
+        booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
+        return tuple(Turn(client, round(due_s - now_s, 3), cost) for client, due_s, cost in booked if due_s > now_s), claimed
+
+    def heard(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
+        """`news` of another gateway."""
+        for each in turns:
+            if each.client and 0 < each.due_s <= MAX_RETRY_S + 1 and each.cost > 0:
+                self._add(now_s, each.client, each.due_s, each.cost)
+        for client in claimed:
+            if found := self._next(client):
+                self._close(found[0][2], came=True)
+                self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
         """Whether it is this client's turn, which is then over. A client that is the only one of its kind may come early."""
@@ -84,6 +123,7 @@ class Turns:
         if now_s < turn.due_s - (turn.early_s if len(turns) == 1 else 0.0):
             return False
         self._close(turn, came=True)
+        self._claimed.append(client)
         self._next(client)
         return True
 
@@ -99,6 +139,10 @@ class Turns:
     def _close(self, turn: _Turn, *, came: bool) -> None:
         turn.is_open = False
         self._open = max(0.0, self._open - turn.cost)
+        second = math.floor(turn.due_s)
+        self._by_second[second] -= turn.cost
+        if self._by_second[second] <= 0:
+            del self._by_second[second]
         self._shown += MEMORY * (came - self._shown)
 
 

@@ -40,11 +40,13 @@ from sie_contracts.messages import (
     Placement,
     PlacementPart,
     PoolSpec,
+    QueuedWork,
     Reservation,
     Reservations,
     RunOptions,
     ServedPrecision,
     Stages,
+    Turn,
     Vectors,
     WorkItem,
     WorkResult,
@@ -137,6 +139,12 @@ EXAMPLES: dict[str, Any] = {
     "gateway-1": GatewayBeat("g1", True, {"_default.l4.default.bulk": LaneTraffic(12.5, 4096.25, 100.5, 8192)}),
     "gateway-1-qps": GatewayBeat("g1", qps=12.5),
     "gateway-1-epoch": GatewayBeat("g1", config_epoch="a:7"),
+    "gateway-1-queued": GatewayBeat(
+        "g1",
+        queued=(
+            QueuedWork("_default", "l4", "default", "bulk", "org/model", 4096, 1024.5, (Turn(b"\x01" * 16, 4.5, 8.0),), (b"\x02" * 16,)),
+        ),
+    ),
     "demand-1": Demand(1_700_000_000.5),
     "reservations-1": Reservations(
         {

@@ -571,6 +571,28 @@ class EpochGateway(StatusGateway, tag="gateway/1"):
     config_epoch: str = ""
 
 
+class V1Turn(msgspec.Struct, array_like=True):
+    client: bytes
+    due_s: float
+    cost: float
+
+
+class V1Queued(msgspec.Struct, array_like=True):
+    pool: str
+    machine_profile: str
+    bundle: str
+    priority: str
+    residency: str
+    tokens: int
+    rate: float = 0.0
+    turns: tuple[V1Turn, ...] = ()
+    claimed: tuple[bytes, ...] = ()
+
+
+class SharingGateway(EpochGateway, tag="gateway/1"):
+    queued: tuple[V1Queued, ...] = ()
+
+
 class SinceDelta(V1Delta, tag="delta/1"):
     since: str = ""
 
@@ -751,7 +773,7 @@ OLD_READERS: dict[str, type[msgspec.Struct]] = {
     "ipc2-Pong": P2Pong, "ipc2-Description": P2Description, "ipc2-Ready": P2Ready, "ipc2-BatchStarted": P2BatchStarted,
     "result-1-swapped": PaddedResult, "ipc2-BatchDone-padded": PaddedBatchDone,
     "ipc2-BatchDone-tokenised": TokenisedBatchDone,
-    "gateway-1-epoch": EpochGateway, "delta-1-since": SinceDelta, "export-1-written": WrittenExport,
+    "gateway-1-epoch": EpochGateway, "gateway-1-queued": SharingGateway, "delta-1-since": SinceDelta, "export-1-written": WrittenExport,
     "ipc2-BatchDone": P2BatchDone, "ipc2-Done": P2Done, "ipc2-Done-lora": P2LoraDone, "ipc2-Refused": P2Refused,
 }  # fmt: skip
 # what is sent today is also sent to those who know less of it

@@ -97,6 +97,47 @@ async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs
         await broker.close()
 
 
+async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_refused() -> None:
+    """Steps: 1. Two gateways, work of one in the queue, a client refused there. 2. They announce. 3. The other counts that work, and
+    expects the client. 4. A gateway that is alone tells nothing."""
+    server, now_s = MemoryServer(), 100.0
+    brokers = [server.connect(f"g{number}") for number in range(2)]
+    settings = settings_of()
+    both = [
+        Admission(settings, broker, Fleet(broker, settings), Backlog(broker, ()), Metrics(), clock=lambda: now_s) for broker in brokers
+    ]
+    for one in both:
+        await one.peers.start()
+        one._fleet.note(beat())
+
+    async def announce() -> None:
+        for one in both:
+            await one.peers._send(one.peers.beat())
+
+    await announce()
+    await until(lambda: [one.peers.count() for one in both] == [2, 2], "two gateways")
+    first, second = (one._place(LANE, "bulk", "toy/one") for one in both)
+    for one, place in zip(both, (first, second), strict=True):
+        one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+        for number in range(8):
+            place.drain.left(now_s - 4 + 0.5 * number, str(number), 100, 0.0, is_crowded=True)
+    both[0].enter("key", LANE, "bulk", "toy/one", [300], 100)
+    assert first.turns.book(now_s, b"client", 50, 10.0) >= 10
+    await announce()
+    await until(lambda: second.turns.promised(now_s) == 50, "the turn is known")
+    assert second.everywhere(now_s, 100) == (500, 0.5)
+    assert first.everywhere(now_s, 400) == (500, 0.5)
+    for one in both:
+        assert one.peers.pause_s() < 1
+    await both[1].peers._send(messages.GatewayBeat(both[1].peers.id, leaving=True))
+    await until(lambda: both[0].peers.count() == 1, "the other has left")
+    assert both[0].peers.beat().queued == ()
+    now_s += 5
+    assert first.everywhere(now_s, 400) == (400, 1.0)
+    for broker in brokers:
+        await broker.close()
+
+
 # permits
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie_contracts.messages import Turn
 from sie_gateway.drain import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
 from sie_gateway.turns import MAX_RETRY_S, MAX_TURNS, Pace, Turns
 
@@ -87,6 +88,28 @@ def test_what_was_measured_expires() -> None:
     assert wait(found, EXPIRY_S + 5.0, 512, oldest_s=EXPIRY_S + 5.0) == Wait()
 
 
+def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
+    """Each half second a batch of 200 tokens that leaves as many in the queue: workers cut it so that two fit into a budget of a second.
+    Where the budget is long they were small for another reason, and more work may fill them."""
+    cut = drain(*((0.5 * number, 200, 0.5 * number - 1.1) for number in range(8)), device_s=0.5)
+    ample = drain(*((0.5 * number, 200, 0.5 * number - 0.45) for number in range(8)), device_s=0.5)
+
+    def likely_s(of: Drain, budget_s: float) -> float:
+        return of.wait(3.9, 600, 8, 0.0, 4096, math.inf, budget_s=budget_s).likely_s
+
+    assert likely_s(cut, 1.0) > 2.0
+    assert likely_s(ample, 1.0) < 1.0
+    assert likely_s(cut, 60.0) < 1.0
+
+
+def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> None:
+    own = drain(*((0.5 * number, 256, -1.0) for number in range(8)), crowded=True)
+    alone = own.wait(3.9, 2560, 8, 0.0, 512, math.inf)
+    shared = own.wait(3.9, 5120, 16, 0.0, 512, math.inf, share=0.5)
+    assert shared.likely_s == pytest.approx(alone.likely_s)
+    assert shared.rate == pytest.approx(2 * alone.rate)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 5000), st.floats(0, 2)), min_size=1, max_size=100), st.floats(0, 1e6))
 def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float, int, float]], ahead: float) -> None:
     found, now_s = Drain(), 0.0
@@ -126,6 +149,44 @@ def test_a_turn_is_its_clients_once_and_lapses() -> None:
     assert turns.promised(20.0) == 0
     assert not turns.claim(20.0, b"me")
     assert not turns._by_client
+
+
+def test_a_turn_is_known_to_the_other_gateways() -> None:
+    """What one promised the others expect, and let in; what one let in the others expect no more."""
+    one, other, third = Turns(), Turns(), Turns()
+    retry_s = one.book(0.0, b"me", 5, 10.0)
+    turns, claimed = one.news(0.1, 100)
+    assert [turn.client for turn in turns] == [b"me"]
+    assert claimed == ()
+    for each in (other, third):
+        each.heard(0.1, turns, claimed)
+        assert each.promised(0.2) == 5
+    assert one.news(0.2, 100) == other.news(0.2, 100) == ((), ())
+    assert other.claim(retry_s, b"me")
+    turns, claimed = other.news(retry_s, 100)
+    assert (turns, claimed) == ((), (b"me",))
+    for each in (one, third):
+        each.heard(retry_s, turns, claimed)
+        assert not each.claim(retry_s, b"me")
+        assert each.promised(retry_s) == 0
+        assert not each._by_second
+
+
+def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
+    turns = Turns()
+    for number in range(10):
+        turns.book(0.0, b"%d" % number, 1, 60.0)
+    assert [len(turns.news(1.0, 4)[0]) for _ in range(4)] == [4, 4, 2, 0]
+    other = Turns()
+    other.heard(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
+    assert len(other) == 0
+
+
+def test_turns_that_are_due_by_a_moment() -> None:
+    turns = Turns()
+    turns.heard(0.0, [Turn(b"%d" % second, second + 0.5, 10) for second in range(1, 60)], ())
+    assert turns.due(0.0, 5.0) == 50
+    assert turns.due(0.0, 100.0) == turns.promised(0.0) == 590
 
 
 def test_where_many_ask_the_same_a_turn_is_not_claimed_before_its_time() -> None:
