@@ -4,6 +4,8 @@
    processor time of a text, and the share that goes to the ids' way from the library to numpy.
 2. A text of 10 kB and one of 10 MB, cut to 512 tokens at either end, and the 10 MB counted whole.
 3. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
+4. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a thread of its own,
+   and as the product does it. How long the gather takes, its processor time, and how late the loop's timers are meanwhile.
 
 Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
 """
@@ -16,7 +18,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -24,11 +27,15 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from sie_contracts.messages import Truncate
+from sie_contracts.ipc import Rows
+from sie_contracts.messages import Input, RunOptions, Truncate
+from sie_sidecar import rows
+from sie_sidecar.rows import Work
 from sie_sidecar.tokens import ModelTokenizer, TokenizerPool
 
 TEXTS = 256
 LIMIT = 512
+TICK_S = 0.0005
 
 
 def prose(words: Sequence[str], characters: int, seed: int) -> str:
@@ -121,6 +128,66 @@ def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEve
     pool.close()
 
 
+class InPool:
+    """As the product does it."""
+
+    def __init__(self, workers: int, together: int) -> None:
+        self._pool = TokenizerPool(workers)
+        self._together = together
+
+    async def __call__(self, characters: int, work: Callable[[], object]) -> None:
+        await self._pool.run(characters, work, self._together)
+
+
+Run = Callable[[int, Callable[[], object]], Awaitable[None]]
+
+
+async def gathered(run: Run, works: list[tuple[int, Callable[[], object]]]) -> tuple[float, ...]:
+    """Wall time, processor time, and the longest that a timer of the loop was late, seconds."""
+    late_s, ended = 0.0, False
+
+    async def tick() -> None:
+        nonlocal late_s
+        while not ended:
+            begun_s = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            late_s = max(late_s, time.perf_counter() - begun_s - TICK_S)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(4 * TICK_S)
+    late_s, wall_s, cpu_s = 0.0, time.perf_counter(), time.process_time()
+    await asyncio.gather(*(run(*each) for each in works))
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    await asyncio.sleep(2 * TICK_S)
+    ended = True
+    await ticking
+    return wall_s, cpu_s, late_s
+
+
+def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+    executor = ThreadPoolExecutor(os.cpu_count())
+
+    async def here(_: int, work: Callable[[], object]) -> None:
+        work()
+
+    async def apart(_: int, work: Callable[[], object]) -> None:
+        await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    print("a gather of texts with options of their own: ms, CPU ms, ms that the loop is late")
+    for count, characters in ((4, 200), (8, 200), (16, 200), (32, 200), (64, 200), (8, 900), (16, 900), (64, 900)):
+        options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
+        items = [Work([Input(prose(words, characters, seed))], None, each) for seed, each in enumerate(options)]
+        works: list[tuple[int, Callable[[], object]]] = [(characters, partial(rows.make, ours, Rows("text"), [item])) for item in items]
+        ways = {"on the loop": here, "a thread each": apart, "together": InPool(os.cpu_count() or 1, count * characters)}
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+        for _ in range(3 * rounds):
+            for name, run in ways.items():
+                found[name].append(loop.run_until_complete(gathered(run, works)))
+        figures = [" ".join(f"{1e3 * statistics.median(one):6.2f}" for one in zip(*each, strict=True)) for each in found.values()]
+        print(f"  {count:2} x {characters}: " + ";  ".join(f"{name} {each}" for name, each in zip(found, figures, strict=True)), flush=True)
+    executor.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; all-MiniLM-L6-v2's without it")
@@ -138,6 +205,7 @@ def main() -> None:
     batches(ours, library, words, loop, arguments.rounds)
     long_texts(ours, words, arguments.rounds)
     inline(ours, words, loop, arguments.rounds)
+    gathers(ours, words, loop, arguments.rounds)
     loop.close()
 
 

@@ -303,7 +303,7 @@ class Preparing:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         work = [Work(held.item.inputs, held.item.query, held.item.options) for held in group]
         effort = sum(effort_of(layout, each) for each in work)
-        made = await self._tokenizers.run(max(effort, together), functools.partial(rowing.make, hosted.tokenizer, layout, work))
+        made = await self._tokenizers.run(effort, functools.partial(rowing.make, hosted.tokenizer, layout, work), together)
         for held, each in zip(group, made, strict=True):
             held.layout, held.rows, held.shared, held.refused = layout.layout, each.rows, each.shared, each.error
             held.unfit = each.unfit
@@ -318,7 +318,7 @@ class Preparing:
             held.loaded_s, held.fingerprint = loaded_s, hosted.fingerprint(held.item.profile, held.item.options.lora)
             try:
                 made = functools.partial(tokenise.answer, tokenizer, held.item.operation, work)
-                outcomes = await self._tokenizers.run(max(tokenise.effort_of(work), together), made)
+                outcomes = await self._tokenizers.run(tokenise.effort_of(work), made, together)
             except SIEError as error:
                 self._desk.answer_all([held], error)
                 return

@@ -7,12 +7,13 @@ afterwards, which costs less than an instance for each limit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,10 @@ from sie_sidecar.longtext import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# Some 200 us of tokenising, the longest that the loop may be held up by all that was gathered together. A thread would answer later, by
-# 35 us on an idle machine and by 300 us or more on a busy one (bench/tokens.py).
-INLINE_CHARACTERS = 1024
+# Up to 1.5 ms of tokenising, the longest that the loop may be held up by all that was gathered together. Below it a thread answers later
+# and holds the loop up as long (bench/results/tokens.md).
+INLINE_CHARACTERS = 4096
+THREAD_CHARACTERS = 65536  # of small work that goes to one thread together
 _MOST_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
 
@@ -199,17 +201,91 @@ def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
     return ids[: content[0]], ids[content[-1] + 1 :]
 
 
+class _Part(NamedTuple):
+    """Work that goes to a thread together with other work, and who waits for it."""
+
+    characters: int
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
 class TokenizerPool:
-    """The threads that tokenise, shared by all models."""
+    """The threads that tokenise, shared by all models. `run` belongs to one event loop.
+
+    Small work that is asked for in one turn of the loop goes to a thread together: the hop to a thread and back costs as much as reading
+    500 characters, and threads with little work each hold each other and the loop up by the interpreter's lock.
+    """
 
     def __init__(self, workers: int) -> None:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenise")
+        self._parts: list[_Part] = []
 
-    async def run(self, characters: int, work: Callable[[], T]) -> T:
-        """`work`: in a thread, unless it and all that was gathered with it read so few characters that a thread would cost more."""
-        if characters <= INLINE_CHARACTERS:
+    async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
+        """`work`, which reads so many characters: in a thread, unless it and all that was gathered with it, `together`, read so few that
+        a thread would cost more."""
+        if max(characters, together) <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        loop = asyncio.get_running_loop()
+        part = _Part(characters, work, loop.create_future())
+        self._parts.append(part)
+        if len(self._parts) == 1:
+            loop.call_soon(self._send, loop)
+        result: T = await part.done
+        return result
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        parts, self._parts = self._parts, []
+        for some in _in_threads(parts):
+            try:
+                running = loop.run_in_executor(self._executor, _run_all, some)
+            except RuntimeError as error:  # closed
+                _hand_out(some, [error] * len(some))
+            else:
+                running.add_done_callback(functools.partial(_on_run, some))
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_threads(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Which parts share a thread: small ones next to each other, up to THREAD_CHARACTERS."""
+    some: list[_Part] = []
+    for part in parts:
+        if part.characters > INLINE_CHARACTERS:
+            yield [part]
+            continue
+        if some and sum(each.characters for each in some) + part.characters > THREAD_CHARACTERS:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
+
+
+def _run_all(parts: Sequence[_Part]) -> list[Any]:
+    """What each of them returns, or the exception that it raises."""
+    found: list[Any] = []
+    for part in parts:
+        try:
+            found.append(part.work())
+        except Exception as error:  # noqa: BLE001  it is raised where this part is awaited
+            found.append(error)
+    return found
+
+
+def _on_run(parts: Sequence[_Part], running: asyncio.Future[list[Any]]) -> None:
+    if running.cancelled():
+        for part in parts:
+            part.done.cancel()
+    else:
+        _hand_out(parts, running.result())
+
+
+def _hand_out(parts: Sequence[_Part], found: Sequence[Any]) -> None:
+    for part, each in zip(parts, found, strict=True):
+        if part.done.done():  # nobody waits for it any more
+            continue
+        if isinstance(each, Exception):
+            part.done.set_exception(each)
+        else:
+            part.done.set_result(each)

@@ -83,9 +83,9 @@ def test_no_labels_are_an_error_of_their_own_item() -> None:
     ("layout", "item"),
     [
         ("text", work("a", prefix="p" * INLINE_CHARACTERS)),
-        ("text", work(*["a"] * 64)),
-        ("hypotheses", work("a", labels=LABELS[:50])),
-        ("pieces", work(*"abcdefgh", query="q" * 130, pieces=BESIDE_QUERY)),
+        ("text", work(*["a"] * 256)),
+        ("hypotheses", work(*"abcd", labels=LABELS[:50])),
+        ("pieces", work(*"abcdefgh", query="q" * 520, pieces=BESIDE_QUERY)),
     ],
 )
 def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout: Layout, item: Work) -> None:

@@ -147,11 +147,11 @@ async def test_ids_run_beside_texts_and_a_wrong_one_fails_alone(cluster: Direct)
     await cluster.left(0)
 
 
-@pytest.mark.parametrize(("count", "on_loop"), [(1, True), (24, False)])
+@pytest.mark.parametrize(("count", "on_loop"), [(1, True), (64, False)])
 async def test_what_is_gathered_together_leaves_the_loop_though_each_of_it_is_short(
     cluster: Direct, monkeypatch: pytest.MonkeyPatch, count: int, on_loop: bool
 ) -> None:
-    """Work that differs in its options is tokenised group by group: 24 texts of 200 characters are 24 groups, each short by itself."""
+    """Work that differs in its options is tokenised group by group: 64 texts of 200 characters are 64 groups, each short by itself."""
     threads: list[str] = []
     make = rows.make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib import resources
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from sie_contracts.messages import Truncate
 from sie_sidecar.longtext import HARD_TEXT, LongTexts
-from sie_sidecar.tokens import INLINE_CHARACTERS, ModelTokenizer, TokenizerPool
+from sie_sidecar.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
@@ -245,3 +246,43 @@ async def test_threads_share_a_tokenizer_whatever_their_options() -> None:
     library = trained("minilm")
     for (truncate, limit), (tokens,) in zip(options, found, strict=True):
         assert tokens.ids.tolist() == oracle(library, text, truncate, limit)
+
+
+async def test_small_work_of_one_turn_goes_to_a_thread_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hop costs as much as reading 500 characters. Large work has a thread of its own, what fails fails alone, what nobody waits for
+    any more harms nothing."""
+    pool = TokenizerPool(4)
+    hops, submit = 0, pool._executor.submit
+
+    def counted(*args: Any, **more: Any) -> Any:
+        nonlocal hops
+        hops += 1
+        return submit(*args, **more)
+
+    monkeypatch.setattr(pool._executor, "submit", counted)
+
+    def fails() -> str:
+        raise KeyError("of one work item")
+
+    def thread() -> str:
+        return threading.current_thread().name
+
+    small = [pool.run(200, thread, together=34 * 200) for _ in range(32)]
+    gone = asyncio.ensure_future(pool.run(200, thread, together=34 * 200))
+    asking = asyncio.gather(*small, pool.run(200, fails, together=34 * 200), return_exceptions=True)
+    await asyncio.sleep(0)
+    gone.cancel()
+    found = await asking
+    assert hops == 1
+    assert len(set(found[:32])) == 1
+    assert found[0] != threading.main_thread().name
+    assert isinstance(found[32], KeyError)
+    assert await pool.run(200, thread, together=INLINE_CHARACTERS) == threading.main_thread().name
+    await asyncio.gather(*(pool.run(INLINE_CHARACTERS + 1, thread) for _ in range(3)))
+    assert hops == 4
+    count = THREAD_CHARACTERS // INLINE_CHARACTERS
+    await asyncio.gather(*(pool.run(INLINE_CHARACTERS, thread, 1 << 30) for _ in range(2 * count)))
+    assert hops == 6
+    pool.close()
+    with pytest.raises(RuntimeError):
+        await pool.run(INLINE_CHARACTERS + 1, thread)
