@@ -28,7 +28,7 @@ from sie_contracts.runtime.tracing import current_trace_id
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
 START_S = 30.0  # how long processes that start together may wait for each other
-QUIET_S = 3.0  # and how long each says nothing of it: every start has such waits
+QUIET_S = 10.0  # and how long each says nothing of it: every start has such waits
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
