@@ -77,7 +77,7 @@ async def connect(host: str, port: int) -> Connection:
 
 def request(path: str, body: bytes, content_type: str = "application/msgpack", **headers: str) -> bytes:
     """The bytes of a request; underscores in the names of headers are hyphens."""
-    lines = [f"POST {path} HTTP/1.1", "host: bench", f"content-type: {content_type}", f"accept: {content_type}"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-type: {content_type}", f"accept: {content_type}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 

@@ -1,235 +1,317 @@
-"""What happens above capacity, with an adapter that takes time and no processor.
+"""Who is refused and who is late, at real processes before an adapter that takes time and no processor.
 
-1. Capacity: as many closed-loop clients as the queue needs to be full.
-2. Overload: an open loop at ten times that, each request with a budget. Goodput is answers with status 200 a second, which all lie within
-   their budget; refusals are 503 answers. Resident memory of each process once a second.
-3. Normal service again: one client from the moment when the load stops, until its answers take no more than twice the unloaded p99.
-4. A storm: clients that send again at once, whatever they were answered.
+    clients ──► 1 or 2 gateways ──► nats-server ──► sidecar ──► fixed-cost adapter: a batch takes a + b x tokens
 
-The device: one lane, a batch of at most --cost tokens takes --batch-ms + --token-us x tokens. Processor time of generator and processes
-is shown, since a starved machine measures itself.
+The corners of the matrix that `bench/admission.py` runs in virtual time; each cell begins with fresh processes.
 
-    python bench/overload.py [--seconds 60] [--code CHECKOUT]
+* cold: the first requests that the processes see; tiny: after one small request; stall: the adapter is stopped for 6 s a third of the way
+  in; slow: from then on all processes have a tenth of the machine, by a control group;
+* 10x: clients come at ten times the capacity, each with one request.
+
+A client that is refused waits its Retry-After and comes again. The columns:
+
+* false: refused although it would have been answered: behind all that had been let in by then, which is known from when that was answered,
+  and behind all whose promised turn came within its budget, with a full batch and a tenth of the budget to spare; of all requests;
+* late: let in and not answered within the budget; of those let in. Onset: until ten full batches and twice the budget have passed, but for
+  half of the cell at most, and from a stall or a slow-down on; steady: else;
+* served: let in and answered in time, of those who came again when they were told to;
+* goodput: answers in time a second in the second half of a cell, of what full batches would give;
+* log: lines a second of all processes.
+
+    python bench/overload.py [--before CHECKOUT] [--only TEXT] [--out bench/results/overload.md]
+
+`--before` runs another checkout's processes in turns with these, in the cells that are cheap: tiny, and 10x with one gateway.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
+import contextlib
 import os
-import resource
+import platform
+import random
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import Answer, Clients, OpenLoop, connect, percentile, request
-from report import Report, add_options
+from cgroups import limited
+from client import Connection, connect, request
+from report import Report
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
-TEXT = "What is deep learning?"
+TOKENS = 8  # of a request: six letters and two special tokens
+REQUESTS = 12  # of a full batch
+SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # a and b, seconds
+STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-REFUSED_MS, RECOVERED_S = 20.0, 2.0
-GOODPUT, STORM_GOODPUT = 0.9, 0.8
-GROWTH = 0.02  # of resident memory over the second half: what counts as flat
+SPARE = 0.1  # of a budget
 
 
-def message(budget_ms: int) -> bytes:
-    body = msgspec.json.encode({"items": [TEXT]})
-    return request(f"/v1/encode/{MODEL}", body, "application/json", x_sie_timeout_ms=str(budget_ms))
+@dataclass(frozen=True)
+class Case:
+    start: str
+    device: tuple[float, float]
+    clients: int
+    budget_s: float
+    seconds: float
+    gateways: int = 1
+    is_compared: bool = False
+
+    @property
+    def full_s(self) -> float:
+        return self.device[0] + self.device[1] * TOKENS * REQUESTS
+
+    @property
+    def capacity(self) -> float:
+        """Requests a second."""
+        return REQUESTS / self.full_s
 
 
-def good(answers: Sequence[Answer], begin_s: float, end_s: float) -> float:
-    """Answers with status 200 a second, by the time of their arrival."""
-    return sum(each.status == 200 and begin_s <= each.ended_s < end_s for each in answers) / (end_s - begin_s)
+def cases() -> Iterator[Case]:
+    for device in (SMALL, LARGE):
+        for clients, budget_s in ((1, 1.0), (40, 10.0), (500, 1.0), (500, 60.0)):
+            yield Case("cold", device, clients, budget_s, 6.0)
+        for clients, budget_s in ((40, 10.0), (500, 1.0)):
+            yield Case("tiny", device, clients, budget_s, 6.0, is_compared=True)
+        for clients, budget_s in ((40, 1.0), (500, 10.0)):
+            yield Case("stall", device, clients, budget_s, 12.0)
+        for clients, budget_s in ((40, 10.0), (500, 10.0)):
+            yield Case("slow", device, clients, budget_s, 12.0)
+    for gateways in (1, 2):
+        for budget_s, seconds in ((1.0, 15.0), (10.0, 40.0)):
+            yield Case("10x", LARGE, 0, budget_s, seconds, gateways, is_compared=gateways == 1)
 
 
-def statuses(answers: Sequence[Answer]) -> str:
-    codes = Counter(f"{each.status} {_code(each.body)}".strip() if each.status != 200 else "200" for each in answers)
-    return ", ".join(f"{count} x {code}" for code, count in codes.most_common())
+@dataclass(slots=True)
+class Try:
+    """One request. Times are those of `time.perf_counter`; `ended_s` is 0 until it was answered."""
+
+    at_s: float
+    is_return: bool
+    ended_s: float = 0.0
+    status: int = 0
+    retry_s: float = 0.0
+    code: str = ""
+
+    def is_late(self, budget_s: float) -> bool:
+        return self.status != 503 and not (self.status == 200 and self.ended_s - self.at_s <= budget_s + 0.05)
 
 
-def _code(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["code"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return body[:60].decode("utf-8", "replace")
+@dataclass
+class Found:
+    """What became of a cell's requests."""
+
+    case: Case
+    tries: list[Try] = field(default_factory=list)
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    onsets: list[tuple[float, float]] = field(default_factory=list)
+    log_lines: int = 0
+
+    @property
+    def refused(self) -> list[Try]:
+        return [each for each in self.tries if each.status == 503]
+
+    def false(self) -> int:
+        """See the head of this file."""
+        case = self.case
+        entered = sorted((each for each in self.tries if each.status != 503), key=lambda each: each.at_s)
+        starts, last_s, ends = [each.at_s for each in entered], 0.0, []
+        for each in entered:
+            last_s = max(last_s, each.ended_s if each.status == 200 else each.at_s)
+            ends.append(last_s)
+        promised = sorted(each.at_s for each in self.tries if each.is_return)
+        count = 0
+        for each in self.refused:
+            place = bisect_left(starts, each.at_s)
+            ahead_s = max(each.at_s, ends[place - 1]) if place else each.at_s
+            turns = bisect_left(promised, each.at_s + case.budget_s) - bisect_left(promised, each.at_s)
+            would_s = ahead_s - each.at_s + turns / case.capacity + case.full_s
+            count += would_s + case.full_s + SPARE * case.budget_s <= case.budget_s
+        return count
+
+    def late(self, *, onset: bool) -> tuple[int, int]:
+        found = [each for each in self.tries if each.status != 503 and self.is_onset(each.at_s) == onset]
+        return sum(each.is_late(self.case.budget_s) for each in found), len(found)
+
+    def is_onset(self, at_s: float) -> bool:
+        return any(begin_s <= at_s < end_s for begin_s, end_s in self.onsets)
+
+    def served(self) -> tuple[int, int]:
+        found = [each for each in self.tries if each.is_return]
+        return sum(each.status == 200 and not each.is_late(self.case.budget_s) for each in found), len(found)
+
+    def goodput(self) -> float:
+        middle_s = (self.began_s + self.ended_s) / 2
+        good = sum(each.status == 200 and middle_s <= each.ended_s < self.ended_s for each in self.tries)
+        return good / (self.ended_s - middle_s) / self.case.capacity
+
+    def row(self) -> str:
+        case, refused = self.case, len(self.refused)
+        other = Counter(each.code for each in self.tries if each.status not in (200, 503))
+        others = ", ".join(f"{count} {code}" for code, count in other.most_common(2))
+        count = len(self.tries)
+        return (
+            f"{count} | {refused / count:.1%} | {self.false() / count:.2%} | {_share(self.late(onset=False))} | "
+            f"{_share(self.late(onset=True))} | {_share(self.served())} | {f'{self.goodput():.0%}' if case.start == '10x' else ''} | "
+            f"{self.log_lines / (self.ended_s - self.began_s):.1f} | {others} |"
+        )
 
 
-class Memory:
-    """Resident bytes of each role, once a second, until cancelled."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self.readings: list[tuple[float, dict[str, int]]] = []
-
-    async def run(self) -> None:
-        while True:
-            self.readings.append((time.perf_counter(), self._stack.rss_bytes()))
-            await asyncio.sleep(1.0)
-
-    def growth(self, role: str, begin_s: float) -> float:
-        """Share by which a straight line through the readings after `begin_s` rises from its start to its end."""
-        found = [(when_s, rss[role]) for when_s, rss in self.readings if when_s >= begin_s]
-        slope, start = np.polyfit([when_s - found[0][0] for when_s, _ in found], [rss for _, rss in found], 1)
-        return float(slope * (found[-1][0] - found[0][0]) / start)
+def _share(pair: tuple[int, int]) -> str:
+    return f"{pair[0] / pair[1]:.1%} of {pair[1]}" if pair[1] else ""
 
 
-class Bench:
-    """The measurements of one cluster, in order. `say` takes a line of the report."""
+class Run:
+    """One cell at one cluster."""
 
-    def __init__(self, stack: Stack, options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    def __init__(self, case: Case, stack: Stack) -> None:
+        self.case = case
         self.stack = stack
-        self.options = options
-        self.say = say
-        pieces = urlsplit(stack.urls[0])
-        self.host, self.port = str(pieces.hostname), int(pieces.port or 0)
-        self.met: list[tuple[str, str, str, bool]] = []
+        self.found = Found(case)
+        self._ways = [(str(pieces.hostname), int(pieces.port or 0)) for pieces in map(urlsplit, stack.urls)]
+        self._idle: list[list[Connection]] = [[] for _ in self._ways]
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def judge(self, what: str, found: str, goal: str, met: bool) -> None:
-        self.met.append((what, found, goal, met))
+    def _message(self, client: int) -> bytes:
+        body = msgspec.json.encode({"items": [f"{client:06d}"]})
+        return request(f"/v1/encode/{MODEL}", body, "application/json", x_sie_timeout_ms=str(int(1000 * self.case.budget_s)))
 
-    def endless(self, budget_ms: int) -> itertools.repeat[bytes]:
-        return itertools.repeat(message(budget_ms))
+    async def _ask(self, client: int, *, is_return: bool = False) -> Try:
+        way = client % len(self._ways)
+        one = Try(time.perf_counter(), is_return)
+        self.found.tries.append(one)
+        idle = self._idle[way]
+        try:
+            while idle and not idle[-1].is_open:
+                idle.pop()
+            connection = idle.pop() if idle else await connect(*self._ways[way])
+            one.status, body = await connection.send(self._message(client))
+        except OSError as error:
+            one.code = type(error).__name__
+        else:
+            idle.append(connection)
+            if one.status != 200:
+                one.code = str(msgspec.json.decode(body).get("code"))
+                one.retry_s = float(connection.headers().get("retry-after", 1))
+        one.ended_s = time.perf_counter()
+        return one
 
-    async def run(self) -> None:
-        options = self.options
-        unloaded = await self.one_by_one(100)
-        unloaded_s = percentile([each.taken_s for each in unloaded], 0.99)
-        capacity = await self.capacity()
-        self.say(f"Unloaded: p50 {percentile([each.taken_s for each in unloaded], 0.5) * 1000:.1f} ms, p99 {unloaded_s * 1000:.1f} ms.")
-        self.say(f"Capacity: {capacity:.0f} texts/s at {options.clients} clients.\n")
-        await self.overload(capacity, unloaded_s)
-        await self.storm(capacity)
-        self.say("\n| | found | goal | |\n|---|---|---|---|")
-        for what, found, goal, met in self.met:
-            self.say(f"| {what} | {found} | {goal} | {'met' if met else 'MISSED'} |")
+    async def _client(self, client: int, end_s: float, *, again: bool) -> None:
+        is_return = False
+        while time.perf_counter() < end_s:
+            one = await self._ask(client, is_return=is_return)
+            is_return = one.status == 503
+            if is_return:
+                if time.perf_counter() + one.retry_s >= end_s:
+                    return
+                await asyncio.sleep(one.retry_s + random.uniform(0.001, 0.02))
+            elif not again:
+                return
 
-    async def one_by_one(self, count: int) -> list[Answer]:
-        connection = await connect(self.host, self.port)
-        found = []
-        for _ in range(count):
-            started_s = time.perf_counter()
-            status, body = await connection.send(message(30_000))
-            found.append(Answer(started_s, time.perf_counter(), status, body))
-        connection.close()
-        assert all(each.status == 200 for each in found), statuses(found)
+    def _start(self, client: int, end_s: float, *, again: bool) -> None:
+        task = asyncio.create_task(self._client(client, end_s, again=again))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def run(self) -> Found:
+        case, found = self.case, self.found
+        if case.start == "tiny":
+            await self._ask(0)
+            found.tries.clear()
+        lines = sum(part.lines for part in self.stack.parts)
+        begin_s = found.began_s = time.perf_counter()
+        end_s = found.ended_s = begin_s + case.seconds
+        onset_s = min(case.seconds / 2, max(2 * case.budget_s, 10 * case.full_s))
+        found.onsets = [(begin_s, begin_s + onset_s)]
+        disturbing = asyncio.create_task(self._disturb(begin_s + case.seconds / 3, end_s))
+        if case.start == "10x":
+            await self._arrive(begin_s, end_s)
+        else:
+            for client in range(case.clients):
+                self._start(client, end_s, again=True)
+        await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
+        found.log_lines = sum(part.lines for part in self.stack.parts) - lines
+        await disturbing
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        for idle in self._idle:
+            for connection in idle:
+                connection.close()
         return found
 
-    async def capacity(self) -> float:
-        clients = Clients(self.host, self.port, self.endless(60_000), count=self.options.clients)
-        await asyncio.sleep(2)  # the ramp
-        begin_s = time.perf_counter()
-        await asyncio.sleep(self.options.capacity_seconds)
-        end_s = time.perf_counter()
-        answers = await clients.stop()
-        assert all(each.status == 200 for each in answers), statuses(answers)
-        return good(answers, begin_s, end_s)
+    async def _arrive(self, begin_s: float, end_s: float) -> None:
+        rate = FACTOR * self.case.capacity
+        for number in range(int(rate * (end_s - begin_s))):
+            await asyncio.sleep(max(0.0, begin_s + number / rate - time.perf_counter()))
+            self._start(number, end_s, again=False)
 
-    async def overload(self, capacity: float, unloaded_s: float) -> None:
-        options = self.options
-        rate = FACTOR * capacity
-        memory = Memory(self.stack)
-        watching = asyncio.create_task(memory.run())
-        cpu_before, own_before = self.stack.cpu_s(), _own_cpu_s()
-        load = OpenLoop(self.host, self.port, self.endless(options.budget_ms), rate=rate, seconds=options.seconds)
-        begin_s = time.perf_counter()
-        await load.run()
-        stopped_s = time.perf_counter()
-        cpu_after, own_after = self.stack.cpu_s(), _own_cpu_s()
-        recovered_s = await self.recovery(unloaded_s, stopped_s)
-        answers = await load.finish()
-        watching.cancel()
-        refused = [each for each in answers if each.status == 503]
-        found = good(answers, begin_s + 0.1 * (stopped_s - begin_s), stopped_s) / capacity
-        refusal_ms = percentile([each.taken_s for each in refused], 0.99) * 1000
-        wall_s = stopped_s - begin_s
-        self.say(f"Overload: {rate:.0f} requests/s for {options.seconds:g} s, budget {options.budget_ms} ms: {statuses(answers)};")
-        self.say(f"the generator was at most {load.late_s * 1000:.0f} ms late, {load.unsent} were not sent for want of a connection.")
-        served = [each.taken_s for each in answers if each.status == 200]
-        self.say(f"Answers: p50 {percentile(served, 0.5) * 1000:.0f} ms, p99 {percentile(served, 0.99) * 1000:.0f} ms.")
-        cores = {role: (cpu_after[role] - cpu_before[role]) / wall_s for role in cpu_after}
-        self.say(f"Cores: generator {(own_after - own_before) / wall_s:.2f}, " + ", ".join(f"{k} {v:.2f}" for k, v in cores.items()) + ".")
-        rise = {role: memory.growth(role, begin_s + wall_s / 2) for role in ("gateway", "sidecar", "broker")}
-        levels = ", ".join(f"{role} {memory.readings[0][1][role] >> 20} to {memory.readings[-1][1][role] >> 20} MiB" for role in rise)
-        self.say(f"Resident memory: {levels}.")
-        self.judge("goodput of capacity at 10x", f"{found:.0%}", f">= {GOODPUT:.0%}", found >= GOODPUT)
-        in_time = bool(refused) and refusal_ms <= REFUSED_MS
-        self.judge("refusals, p99", f"{refusal_ms:.1f} ms of {len(refused)}", f"<= {REFUSED_MS:g} ms", in_time)
-        grown = ", ".join(f"{role} {share:+.1%}" for role, share in rise.items())
-        self.judge("memory over the second half", grown, f"<= {GROWTH:+.0%}", all(share <= GROWTH for share in rise.values()))
-        self.judge("normal service after the load", f"{recovered_s:.1f} s", f"<= {RECOVERED_S:g} s", recovered_s <= RECOVERED_S)
-
-    async def recovery(self, unloaded_s: float, stopped_s: float) -> float:
-        """Seconds from the end of the load to the first of five answers in a row that take at most twice the unloaded p99."""
-        connection = await connect(self.host, self.port)
-        row: list[float] = []
-        while len(row) < 5:
-            started_s = time.perf_counter()
-            status, _ = await connection.send(message(30_000))
-            is_normal = status == 200 and time.perf_counter() - started_s <= 2 * unloaded_s
-            row = [*row, started_s] if is_normal else []
-            if started_s - stopped_s > 60:
-                return float("inf")
-            await asyncio.sleep(0.02)
-        connection.close()
-        return row[0] - stopped_s
-
-    async def storm(self, capacity: float) -> None:
-        options = self.options
-        own_before, cpu_before = _own_cpu_s(), self.stack.cpu_s()
-        begin_s = time.perf_counter()
-        clients = Clients(self.host, self.port, self.endless(options.budget_ms), count=options.storm)
-        await asyncio.sleep(options.storm_seconds)
-        end_s = time.perf_counter()
-        own_after, cpu_after = _own_cpu_s(), self.stack.cpu_s()
-        answers = await clients.stop()
-        found = good(answers, begin_s + 0.1 * (end_s - begin_s), end_s) / capacity
-        self.say(f"\nStorm: {options.storm} clients without back-off for {options.storm_seconds:g} s: {statuses(answers)};")
-        wall_s = end_s - begin_s
-        gateway = (cpu_after["gateway"] - cpu_before["gateway"]) / wall_s
-        generator = (own_after - own_before) / wall_s
-        self.say(f"{len(answers) / wall_s:.0f} requests/s; cores: generator {generator:.2f}, gateway {gateway:.2f}.")
-        self.judge("goodput of capacity in the storm", f"{found:.0%}", f">= {STORM_GOODPUT:.0%}", found >= STORM_GOODPUT)
+    async def _disturb(self, at_s: float, end_s: float) -> None:
+        if self.case.start not in ("stall", "slow"):
+            return
+        await asyncio.sleep(at_s - time.perf_counter())
+        self.found.onsets.append((at_s - self.case.budget_s, end_s))
+        if self.case.start == "stall":
+            adapter = self.stack.workers[0].adapter
+            adapter.pause()
+            await asyncio.sleep(STALL_S)
+            adapter.resume()
+            return
+        with contextlib.ExitStack() as limits:
+            limits.enter_context(limited([part.pid for part in self.stack.parts], (os.cpu_count() or 1) / SLOWER))
+            await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
 
 
-def _own_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def cell(case: Case, code: Path | None) -> Found:
+    device = Device(1000 * case.device[0], 1e6 * case.device[1])
+    plan = Plan([MODEL], gateways=case.gateways, workers=[device], environ={"SIE_BATCHER_MAX_BATCH_REQUESTS": str(REQUESTS)}, code=code)
+    with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan) as stack:
+        return uvloop.run(Run(case, stack).run())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
-    parser.add_argument("--capacity-seconds", type=float, default=10.0)
-    parser.add_argument("--storm-seconds", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=24, help="that saturate the device")
-    parser.add_argument("--storm", type=int, default=100, help="clients of the storm")
-    parser.add_argument("--budget-ms", type=int, default=1000)
-    parser.add_argument("--batch-ms", type=float, default=4.0)
-    parser.add_argument("--token-us", type=float, default=1000.0)
-    parser.add_argument("--cost", type=int, default=128, help="SIE_MAX_BATCH_COST")
-    add_options(parser)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with the processes of this checkout")
+    parser.add_argument("--only", default="", help="cells of this start alone")
+    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
-    say = Report()
-    device = Device(options.batch_ms, options.token_us)
-    plan = Plan([MODEL], workers=[device], environ={"SIE_MAX_BATCH_COST": str(options.cost)}, code=options.code)
-    say(f"`python bench/overload.py --seconds {options.seconds:g}`, {os.cpu_count()} cores, {options.batch_ms:g} ms a batch")
-    say(f"and {options.token_us:g} us a token, at most {options.cost} tokens a batch.\n")
-    with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan) as stack:
-        uvloop.run(Bench(stack, options, say).run())
+    say, began_s = Report(), time.perf_counter()
+    say("# Overload, stalls and slow machines at real processes\n")
+    say(f"`python bench/overload.py{' --before CHECKOUT' if options.before else ''}`, {_processor()}, {os.cpu_count()} cores,")
+    say(f"load average before {os.getloadavg()[0]:.1f}. A device takes a for a batch of at most {REQUESTS} requests and b for a token.")
+    say(f"A request has {TOKENS} tokens. What the columns mean is said in the file itself.\n")
+    say("| start | a, b | clients | budget | code | requests | refused | false | late, steady | late, onset | served | goodput | log/s | |")
+    say("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for case in cases():
+        if options.only not in case.start:
+            continue
+        codes = [("now", None), *([("before", options.before)] if options.before and case.is_compared else [])]
+        for name, code in codes:
+            found = cell(case, code)
+            device = f"{1000 * case.device[0]:g} ms, {1e6 * case.device[1]:g} us"
+            start = case.start if case.gateways == 1 else f"{case.start}, {case.gateways} gateways"
+            clients = case.clients or f"{FACTOR * case.capacity:.0f}/s"
+            say(f"| {start} | {device} | {clients} | {case.budget_s:g} s | {name} | {found.row()}")
+    say(f"\nAll of it took {time.perf_counter() - began_s:.0f} s; load average after it {os.getloadavg()[0]:.1f}.")
     say.save(options.out)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

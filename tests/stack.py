@@ -46,6 +46,7 @@ class Part:
         self.role = role
         self.name = name
         self.log: deque[str] = deque(maxlen=400)
+        self.lines = 0  # of its output so far
         self.starts = 0
         self.paused = False
         self._argv = list(argv)
@@ -89,6 +90,7 @@ class Part:
         with process.stdout as lines:
             for line in lines:
                 self.log.append(line.rstrip("\n"))
+                self.lines += 1
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Raises AssertionError with the log when it ended, or is not ready in time."""

@@ -78,8 +78,8 @@ class Device:
 
 @dataclass
 class Job(Generic[T]):
-    """One tokenised work item. `cost` in tokens. `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at
-    `deadline_s`, and had `budget_s` seconds when it was published."""
+    """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same). `alone`: it was in a
+    batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had `budget_s` seconds when it was published."""
 
     key: BatchKey
     cost: int
@@ -89,6 +89,7 @@ class Job(Generic[T]):
     alone: bool = False
     deadline_s: float = math.inf
     budget_s: float = math.inf
+    time_cost: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class _Queue(Generic[T]):
             places = self._alike(limits)
         else:
             places = self._first(limits)
-        asks = [Ask(job.cost, job.deadline_s - begins_s, job.budget_s) for job in map(self.jobs.__getitem__, places)]
+        asks = [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in map(self.jobs.__getitem__, places)]
         places = sorted(places[: fitting(asks, times)])
         if places[-1] == len(places) - 1:
             taken = [self.jobs.popleft() for _ in places]
@@ -299,11 +300,11 @@ class Waiting(Generic[T]):
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
         """A batch took the device so long."""
-        self._times_of(batch.key.residency).note(batch.cost, seconds)
+        self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
 
     def seconds(self, batch: Batch[T]) -> float:
         """What a batch will take, as predicted; 0 while nothing is known of its model."""
-        return self._times_of(batch.key.residency).seconds(batch.cost)
+        return self._times_of(batch.key.residency).seconds(_time_cost(batch))
 
     def _times_of(self, residency: str) -> BatchTimes:
         if (times := self._times.get(residency)) is None:
@@ -368,6 +369,10 @@ def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device
     if waiting.overtakes < limits.bulk_max_overtakes:
         return waiting.seal(first, limits, begins_s)
     return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), limits, begins_s)
+
+
+def _time_cost(batch: Batch[T]) -> float:
+    return sum(job.time_cost or job.cost for job in batch.jobs)
 
 
 class Load(NamedTuple):

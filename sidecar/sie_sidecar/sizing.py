@@ -25,9 +25,10 @@ UNKNOWN_S = 10.0  # a job with no more time than this asks for a small batch whi
 
 
 class Ask(NamedTuple):
-    """A job: its tokens, the seconds from the begin of the batch to its deadline, and those that it had when it was published."""
+    """A job: its cost in tokens of short texts (`costs`), the seconds from the begin of the batch to its deadline, and those that it had
+    when it was published."""
 
-    cost: int
+    cost: float
     left_s: float
     budget_s: float
 
@@ -47,10 +48,10 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
     return max(1, bisect_right(ends, _cost(asking, ends[-1], times))) if asking else len(asks)
 
 
-def _cost(asking: Sequence[Ask], full: int, times: BatchTimes) -> float:
+def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
     """The smallest batch that jobs ask for, may ask for, and would be in time in."""
-    found = float(full)
-    asked = 0
+    found = full
+    asked = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
         wanted = times.tokens(SHARE * left_s)
         if wanted >= found:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sie_contracts import ipc, messages, topology
+from sie_contracts import costs, ipc, messages, topology
 from sie_contracts.broker import Broker, BrokerError, CoreMessage, Delivery, Subscription
 from sie_contracts.errors import BundleConflict, GatewayTimeout, InternalFailure, ModelNotFound, SIEError
 from sie_contracts.messages import BatchNote, Failed, Outcome, WorkItem, WorkResult
@@ -348,10 +348,13 @@ class Worker:
         item = held.item
         padded = held.hosted.ready is not None and held.hosted.ready.loaded.attention.endswith(" padded")
         key = BatchKey(held.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded)
-        cost = sum(row.cost for row in runnable(held)[0])
+        rows = runnable(held)[0]
+        cost = sum(row.cost for row in rows)
         self.inventory.count(held, cost)
         alone = held.lease.delivery.delivered > 1
-        return Job(key, cost, arrived_s, held, item.priority == "bulk", alone, held.due_s, item.budget_ms / 1000)
+        crossover = held.hosted.ready.loaded.crossover_tokens if held.hosted.ready is not None else 0
+        time_cost = costs.text_cost(cost, sum(row.cost**2 for row in rows), crossover)
+        return Job(key, cost, arrived_s, held, item.priority == "bulk", alone, held.due_s, item.budget_ms / 1000, time_cost)
 
     # running
 
