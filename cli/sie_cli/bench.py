@@ -20,7 +20,7 @@ HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
 HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md says how they were measured
 
 
-@click.group()
+@click.group(short_help="What other settings would do to recorded traffic.")
 def bench() -> None:
     """Predict from what was recorded."""
 

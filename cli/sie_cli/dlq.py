@@ -99,7 +99,7 @@ def _options(command: F) -> F:
     return data_dir_option(url_option("SIE_NATS_URL", "broker")(pool(cast(F, run))))
 
 
-@click.group(cls=AnyPosition)
+@click.group(cls=AnyPosition, short_help="Work that was given up: look at it, run it again.")
 def dlq() -> None:
     """Work that was given up: inputs that end every adapter, messages that nobody can read, models that are gone.
 

@@ -67,7 +67,7 @@ def _options(command: F) -> F:
     return data_dir_option(url_option("SIE_NATS_URL", "broker")(named_options("SIE_STREAM_REPLICAS")(command)))
 
 
-@click.group(cls=AnyPosition)
+@click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
 def keys() -> None:
     """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For SIE_AUTH_MODE=token.
 

@@ -96,7 +96,7 @@ def gateway(host: str, port: int, nats_monitor_url: str | None, drain_s: float |
     _run(settings.log_json, begun)
 
 
-@main.command()
+@main.command(short_help="The config service: writes the catalogue.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8081, show_default=True, type=click.IntRange(0, 65535), help="Port of the config API; 0 picks a free one.")
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)

@@ -32,7 +32,7 @@ SAMPLE, SECOND = "A short sentence of everyday words.", "Ada Lovelace wrote to C
 LABELS = ["person", "place"]
 
 
-@click.group(cls=AnyPosition)
+@click.group(cls=AnyPosition, short_help="Look at models, add and change them.")
 def models() -> None:
     """Look at models, add them to the catalogue and change them there, while it serves.
 

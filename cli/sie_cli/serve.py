@@ -68,7 +68,7 @@ class Plan:
     once: tuple[str, ...] = ()
 
 
-@click.command()
+@click.command(short_help="Serve on this machine: all processes.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the API. Anything but loopback wants SIE_AUTH_MODE.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535), help="Port of the API; further gateways count up.")
 @click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Queue, sockets and lock.  [default: ~/.local/share/sie]")

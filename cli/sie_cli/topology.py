@@ -27,7 +27,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-@click.group(cls=AnyPosition)
+@click.group(cls=AnyPosition, short_help="Streams and consumers at the broker.")
 def topology() -> None:
     """Look at the streams and consumers at the broker, compare them, and change them.
 

@@ -36,7 +36,7 @@ def _options(command: F) -> F:
     return named_options("SIE_CLUSTER_CACHE", "SIE_LOCAL_CACHE", "SIE_MODELS_DIR", "SIE_HF_FALLBACK")(command)
 
 
-@click.group()
+@click.group(short_help="Weights on this disk and in the bucket.")
 def weights() -> None:
     """The weights of models: on this node's disk, and in the bucket that all nodes share (SIE_CLUSTER_CACHE).
 

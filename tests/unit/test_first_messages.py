@@ -7,10 +7,17 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from sie_adapter.weights.sources import WeightSources
+from sie_cli import serve
+from sie_cli.embedded import free_port
+from sie_cli.main import main
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.catalogue import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError
@@ -80,3 +87,52 @@ def test_a_lora_that_is_no_folder_and_no_repository_says_what_was_looked_for(tmp
         WeightSources(tmp_path, False).locate_lora(f"org/lora@{'a' * 40}", entry, str(tmp_path))
     assert "a LoRA of a client" not in caught.value.message, "the name that logs have for it"
     assert str(tmp_path) not in caught.value.message
+
+
+def test_no_command_of_the_overview_is_cut_off() -> None:
+    """In a terminal of 80 columns."""
+    with click.Context(main, info_name="sie", terminal_width=80) as context:
+        overview = main.get_help(context).partition("Commands:\n")[2]
+    assert {line.split()[0] for line in overview.splitlines()} == {name for name, command in main.commands.items() if not command.hidden}
+    assert "..." not in overview
+
+
+def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str]:
+    """What `sie serve` says when everything is ready, by the first word of each line."""
+    lines: list[str] = []
+
+    async def greeted(run: Any) -> int:
+        run._set_defaults()
+        run._children()
+        run._say = lambda _name, line: lines.append(line)
+        run._greet()
+        return 0
+
+    known = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    argv = ["serve", "--standalone", "--port", str(free_port()), "--data-dir", str(folder / "data"), *args]
+    with mock.patch.dict(os.environ, known | environ, clear=True), mock.patch.object(serve._Serve, "run", greeted):
+        done = CliRunner().invoke(main, argv)
+    assert done.exit_code == 0, done.output
+    return {line.partition(" ")[0]: line for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "warns"),
+    [
+        ({}, "127.0.0.1", False), ({}, "localhost", False), ({}, "0.0.0.0", True),
+        ({"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "x" * 32}, "0.0.0.0", False),
+    ],
+)  # fmt: skip
+def test_a_server_that_everybody_may_use_says_so(tmp_path: Path, environ: dict[str, str], host: str, warns: bool) -> None:
+    assert ("warning:" in greeting(tmp_path, environ, "--host", host)) == warns
+
+
+@pytest.mark.parametrize(
+    ("environ", "example"),
+    [
+        ({}, f"/v1/encode/{serve.EXAMPLE_MODEL} "), ({"SIE_BUNDLE": "search"}, "/v1/models"),
+        ({"SIE_MODEL_FILTER": "BAAI/bge-m3"}, "/v1/models"),
+    ],
+)  # fmt: skip
+def test_the_request_to_try_is_one_that_this_server_answers(tmp_path: Path, environ: dict[str, str], example: str) -> None:
+    assert example in greeting(tmp_path, environ)["try"]

@@ -28,7 +28,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-@click.group()
+@click.group(short_help="Models for a site without a network.")
 def airgap() -> None:
     """Models for a site without a network: one archive with weights, tokenizers, entries, licences, checksums and a bill of materials.
 

@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
     findings: list[Finding] = []
 
 
-@click.command()
+@click.command(short_help="What is wrong with a cluster, and what mends it.")
 @click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="That of `sie serve`.  [default: ~/.local/share/sie]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")
