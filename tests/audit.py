@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,22 @@ def findings(pins: Mapping[str, Version], found: Iterator[Mapping[str, Any]]) ->
     return sorted(set(told))
 
 
+def age(known: Sequence[Mapping[str, Any]], now: datetime) -> str:
+    """How many advisories there are, and how old the newest is: a copy that nobody refreshes finds nothing new."""
+    changed = [datetime.fromisoformat(str(each["modified"])) for each in known if each.get("modified")]
+    if not changed:
+        return f"advisories: {len(known)}, of unknown age"
+    newest = max(each if each.tzinfo else each.replace(tzinfo=UTC) for each in changed)
+    return f"advisories: {len(known)}, the newest of {newest:%Y-%m-%d}, {(now - newest).days} days ago"
+
+
 def main(arguments: list[str]) -> int:
     if not arguments or not Path(arguments[0]).is_dir():
         print("no audit: no folder of advisories is at hand (make audit ADVISORIES=folder)")
         return 0
-    told = findings(pinned(CONSTRAINTS.read_text("utf-8")), advisories(Path(arguments[0])))
+    known = list(advisories(Path(arguments[0])))
+    print(age(known, datetime.now(UTC)))
+    told = findings(pinned(CONSTRAINTS.read_text("utf-8")), iter(known))
     print("\n".join(told) or "no pinned version has a known vulnerability")
     return 1 if told else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def test_a_folder_is_read_and_one_without_advisories_is_no_proof(tmp_path: Path,
     assert "httptools" not in told
     assert audit.main([]) == 0
     assert "no audit" in capsys.readouterr().out
+
+
+def test_the_age_of_a_copy_is_told() -> None:
+    now = datetime(2026, 3, 11, tzinfo=UTC)
+    dated = [advisory(modified="2026-02-01T00:00:00Z"), advisory(modified="2026-03-01T12:00:00.5Z"), advisory()]
+    assert audit.age(dated, now) == "advisories: 3, the newest of 2026-03-01, 9 days ago"
+    assert audit.age([advisory()], now) == "advisories: 1, of unknown age"
 
 
 def test_every_line_of_the_constraints_pins_one_version() -> None:
