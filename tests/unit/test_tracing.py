@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -237,6 +238,34 @@ def test_no_variable_of_the_sdk_ends_a_process(variable: str, monkeypatch: pytes
     if tracer is not None:
         tracer.begin("x").end()
         tracer.close()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+@pytest.mark.parametrize("variable", [
+    "OTEL_EXPORTER_OTLP_COMPRESSION=none", "OTEL_EXPORTER_OTLP_COMPRESSION=gzip", "OTEL_EXPORTER_OTLP_COMPRESSION=",
+    "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION=none", "OTEL_EXPORTER_OTLP_TIMEOUT=", "OTEL_EXPORTER_OTLP_TIMEOUT=10",
+    "OTEL_BSP_SCHEDULE_DELAY=", "OTEL_ATTRIBUTE_COUNT_LIMIT=", "OTEL_EXPORTER_OTLP_HEADERS=",
+])  # fmt: skip
+def test_what_the_specification_allows_is_taken_without_a_word(
+    variable: str, protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty value is an unset one, and `none` is a compression: the SDK refuses both."""
+    monkeypatch.setenv(*variable.split("=", 1))
+    tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_EXPORTER_OTLP_PROTOCOL=protocol), "gateway")
+    assert tracer is not None
+    tracer.close()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_variable_that_the_sdk_reads_as_it_is_imported_ends_no_process() -> None:
+    program = (
+        "import logging; logging.basicConfig(); from sie_contracts import settings; from sie_contracts.runtime import tracing; "
+        "assert tracing.start(settings.load().settings.tracing, 'gateway') is None"
+    )
+    environ = {**os.environ, "SIE_TRACING_ENABLED": "true", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "x"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stderr.count("tracing stays off: OpenTelemetry refuses one of its variables") == 1
 
 
 def test_defaults_are_those_of_the_document() -> None:

@@ -9,6 +9,7 @@ The context travels as W3C writes it, in `Context`. `current_trace_id` is the on
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -44,15 +45,25 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
     """
     if not settings.enabled:
         return None
+    _unset_what_means_nothing()
     try:
-        from sie_contracts.runtime import spans
+        from sie_contracts.runtime import spans  # the SDK reads some of its variables as it is imported
+
+        return spans.Tracer(settings, component, instance)
     except ImportError as error:
         raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {_INSTALL}") from error
-    try:
-        return spans.Tracer(settings, component, instance)
     except Exception as error:  # noqa: BLE001  the SDK's exceptions have no common base, and no variable of it may end a process
         _logger.warning("tracing stays off: OpenTelemetry refuses one of its variables: %s: %s", type(error).__name__, error)
         return None
+
+
+def _unset_what_means_nothing() -> None:
+    """Take variables out of this process that say what holds anyway, and that the SDK for Python refuses. Source: the specification of its
+    environment variables, by which an empty value is an unset one, and `none` a compression."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        value = os.environ[name].strip().lower()
+        if not value or (name.endswith("_COMPRESSION") and value == "none"):
+            del os.environ[name]
 
 
 def begin_request(
