@@ -92,7 +92,7 @@ class Permits:
         """The chunk has left the queue: its result was taken."""
         self._admission.answered(self, self._ticket, result, self._estimates[result.chunk])
         if self.place.window.give_back(self._ticket, result.chunk):
-            self._admission.freed(self.place)
+            self._admission.freed(self.place, is_result=True)
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """What these chunks count as."""
@@ -348,9 +348,9 @@ class Admission:
         if not place.window.is_waiting:
             self._crowded.pop(place, None)
 
-    def freed(self, place: Place) -> None:
+    def freed(self, place: Place, *, is_result: bool) -> None:
         """Something left the queue. It may have been the share of a key that waits elsewhere in the lane."""
-        place.freed()
+        place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
             self._pump(place)
         if len(self._crowded) > (place in self._crowded):
@@ -369,7 +369,7 @@ class Admission:
             self._waiting_bytes -= permits.size_bytes
         if ticket.held or ticket.waiting:
             permits.place.window.leave(ticket)
-            self.freed(permits.place)
+            self.freed(permits.place, is_result=False)
         if not permits.place.window.is_waiting:
             self._crowded.pop(permits.place, None)
 

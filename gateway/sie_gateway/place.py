@@ -6,8 +6,8 @@ Rules of `judge`, in this order:
 2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n / (n + doubt). No evidence refuses nobody. Up to the
    floor of work the doubt is larger.
 3. A queue that stands still for longer than the budget refuses.
-4. Clients that were refused have turns (`turns`). While they are expected, others are let in up to TURN_SHARE of their budget, or as much
-   as keeps the workers busy.
+4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns that are
+   due within it, or as far as keeps the workers busy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sie_contracts.batch_times import BatchTimes
 from sie_contracts.costs import text_cost
 from sie_contracts.messages import Heartbeat, Ok, Priority, QueuedWork, WorkResult
 from sie_contracts.topology import Lane
-from sie_gateway.drain import Drain, Wait
+from sie_gateway.drain import EXPIRY_S, Drain, Wait
 from sie_gateway.turns import Turns
 from sie_gateway.window import Bound, Ticket, Window
 
 MARGIN = 1.1  # on the time that a request is expected to take
 DOUBT, FLOOR_DOUBT = 1.0, 2.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
-BUSY_BATCHES = 1.5  # of wait, beside those that run, are always let in, so that the workers have no pause
+BUSY_BATCHES = 1.5  # of wait, beside those that run and the turns that are due at once: let in, so that the workers have no pause
 TURN_PACE = 0.6  # of what leaves the queue: the part that turns are given for; clients without one have the rest
 BUNCH = 0.4  # of a budget: work of clients that come at once, as those of one second do, Retry-After being in whole seconds
 STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
@@ -92,6 +92,7 @@ class Place:
         self.until_s = self.used_s = 0.0
         self.shed_s = 0.0
         self._busy_s = math.inf  # since when something is in the queue
+        self._stalled_until_s = -math.inf  # it was withdrawn while nothing ran: new work finds the same stall
         self._others: dict[str, _Other] = {}  # by gateway
 
     # what happens
@@ -107,6 +108,8 @@ class Place:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """A chunk was let into the queue."""
+        if self.window.items <= 1 and now_s >= self._stalled_until_s:
+            self._busy_s = now_s
         self._busy_s = min(self._busy_s, now_s)
         self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
 
@@ -136,10 +139,15 @@ class Place:
             now_s, name, tokens, queued_s, is_crowded=is_crowded, device_s=device_s, lanes=self._lanes(), pipeline=max(1, pipeline)
         )  # fmt: skip
 
-    def freed(self) -> None:
-        """Something has left the queue."""
-        if not self.window.items:
-            self._busy_s = math.inf
+    def freed(self, now_s: float, *, is_result: bool) -> None:
+        """Something has left the queue: with a result, or because its request has ended. Where all were withdrawn from a queue that stands
+        still, it goes on standing still for those that come next, until a result."""
+        if self.window.items:
+            return
+        if not is_result and self.wait(now_s, 0.0, 0.0).stalled_s:
+            self._stalled_until_s = now_s + EXPIRY_S
+        else:
+            self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def heard(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
         """Another gateway told what it has in the queue, and of turns."""
@@ -212,7 +220,10 @@ class Place:
         margin = 1.0 if is_turn else MARGIN
         believed = margin * wait.evidence / (wait.evidence + (FLOOR_DOUBT if ahead <= floor else DOUBT))
         if wait.stalled_s + believed * wait.likely_s <= budget_s:
-            if not promised or is_turn or wait.likely_s <= (self._lanes() + BUSY_BATCHES) * wait.batch_s:
+            if not promised or is_turn:
+                return None
+            busy_s = (self._lanes() + BUSY_BATCHES) * wait.batch_s
+            if self.wait(now_s, ahead, cost, budget_s, self.turns.due(now_s, wait.batch_s)).likely_s <= busy_s:
                 return None
             if believed * self.wait(now_s, ahead, cost, budget_s, self.turns.due(now_s, budget_s)).likely_s <= budget_s:
                 return None

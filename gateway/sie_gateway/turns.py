@@ -22,6 +22,7 @@ MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
 MAX_TURNS = 16_384
 MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
 GRACE_S, GRACE_SHARE = 2.0, 0.3  # how much later than told a client may come, and by which share of its wait earlier or later
+SLOT_S = 0.25  # turns that are due are counted by slots
 RECENT_ANSWERS = 64
 MEMORY = 0.02  # of the share of clients that come again
 
@@ -43,13 +44,13 @@ class _Turn:
 class Turns:
     """Times are those of one clock, seconds; costs are tokens."""
 
-    __slots__ = ("_booked", "_by_client", "_by_second", "_claimed", "_count", "_lapses", "_open", "_shown")
+    __slots__ = ("_booked", "_by_client", "_by_slot", "_claimed", "_count", "_lapses", "_open", "_shown")
 
     def __init__(self) -> None:
         self._by_client: dict[bytes, list[tuple[float, int, _Turn]]] = {}  # heaps, the next that is due first
         self._lapses: list[tuple[float, int, bytes, _Turn]] = []
         self._open = 0.0
-        self._by_second: dict[int, float] = {}  # of what is open: costs by the second in which it is due
+        self._by_slot: dict[int, float] = {}  # of what is open: costs by the slot in which it is due
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
         self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)  # of this gateway, not told yet: client, due, cost
@@ -70,8 +71,8 @@ class Turns:
     def due(self, now_s: float, within_s: float) -> float:
         """Of `promised`, what is due by then."""
         self.promised(now_s)
-        last = math.floor(min(now_s + within_s, now_s + MAX_RETRY_S + 1))
-        return self._shown * sum(cost for second, cost in self._by_second.items() if second <= last)
+        last = math.floor(min(now_s + within_s, now_s + MAX_RETRY_S + 1) / SLOT_S)
+        return self._shown * sum(cost for slot, cost in self._by_slot.items() if slot <= last)
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float) -> int:
         """The Retry-After of a client whose turn comes in `wait_s`: whole seconds, rounded up or down at random so that clients of the
@@ -93,8 +94,8 @@ class Turns:
         heapq.heappush(self._lapses, (turn.due_s + max(GRACE_S, turn.early_s), self._count, client, turn))
         heapq.heappush(self._by_client.setdefault(client, []), (turn.due_s, self._count, turn))
         self._open += cost
-        second = math.floor(turn.due_s)
-        self._by_second[second] = self._by_second.get(second, 0.0) + cost
+        slot = math.floor(turn.due_s / SLOT_S)
+        self._by_slot[slot] = self._by_slot.get(slot, 0.0) + cost
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
@@ -139,10 +140,10 @@ class Turns:
     def _close(self, turn: _Turn, *, came: bool) -> None:
         turn.is_open = False
         self._open = max(0.0, self._open - turn.cost)
-        second = math.floor(turn.due_s)
-        self._by_second[second] -= turn.cost
-        if self._by_second[second] <= 0:
-            del self._by_second[second]
+        slot = math.floor(turn.due_s / SLOT_S)
+        self._by_slot[slot] -= turn.cost
+        if self._by_slot[slot] <= 1e-9:
+            del self._by_slot[slot]
         self._shown += MEMORY * (came - self._shown)
 
 

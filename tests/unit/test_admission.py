@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -22,7 +22,8 @@ from sie_contracts import ipc, messages, topology
 from sie_contracts.broker import BrokerError
 from sie_contracts.broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
-from sie_contracts.messages import Heartbeat, ModelStatus
+from sie_contracts.errors import QueueFull
+from sie_contracts.messages import BatchNote, Heartbeat, ModelStatus, WorkResult
 from sie_contracts.runtime.feed import CatalogueFeed
 from sie_contracts.runtime.process import Stop
 from sie_contracts.settings import Settings
@@ -136,6 +137,29 @@ async def test_gateways_know_what_the_others_have_in_the_queue_and_whom_they_ref
     assert first.everywhere(now_s, 400) == (400, 1.0)
     for broker in brokers:
         await broker.close()
+
+
+def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_next() -> None:
+    """One of them finds out. The others come again when an adapter may be there again. After a result all is as before."""
+    now_s = 100.0
+    settings = settings_of()
+    fleet = Fleet(Mock(), settings)
+    one = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: now_s)
+    fleet.note(beat())
+    place = one._place(LANE, "bulk", "toy/one")
+    for number in range(8):
+        place.drain.left(now_s - 0.8 + 0.1 * number, str(number), 100, 0.0, is_crowded=True)
+    stalled = one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    now_s += 3
+    stalled.close()
+    one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
+    probe = one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    with pytest.raises(QueueFull, match="stands still") as refused:
+        one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
+    assert refused.value.retry_after_s >= 10
+    probe.taken(WorkResult("r", 0, "ghost", (), batch=BatchNote("9", 1, 1, 100)))
+    one.enter("key", LANE, "bulk", "toy/one", [100], 100)
+    one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
 
 
 # permits
