@@ -11,7 +11,7 @@ import sie_contracts
 from sie_config.mirror import Snapshot
 from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number
 from sie_contracts.runtime.metrics_table import OTHER
-from sie_contracts.runtime.protocol import REFUSED
+from sie_contracts.runtime.refusals import REFUSED
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 _PREFIX = "/v1/configs/"

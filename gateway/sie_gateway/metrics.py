@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 import sie_contracts
 from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
-from sie_contracts.runtime.protocol import REFUSED
+from sie_contracts.runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway

@@ -19,7 +19,7 @@ from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, WorkResult
 from sie_contracts.runtime.metrics import Maker, Scrape, epoch_number, exemplar
 from sie_contracts.runtime.metrics_table import OOM, OTHER
-from sie_contracts.runtime.protocol import REFUSED
+from sie_contracts.runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
     from sie_sidecar.health import Health

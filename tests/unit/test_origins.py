@@ -15,7 +15,7 @@ import sie_config.process
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.runtime.origins import Names
 from sie_contracts.runtime.process import Stop
-from sie_contracts.runtime.protocol import REFUSED
+from sie_contracts.runtime.refusals import REFUSED
 from sie_contracts.settings import SettingError
 
 LOOPBACK, CLUSTER = "127.0.0.1", "0.0.0.0"

@@ -34,7 +34,8 @@ from sie_contracts.runtime.asgi import (
 )
 from sie_contracts.runtime.metrics import Registry
 from sie_contracts.runtime.origins import Guarded, Names
-from sie_contracts.runtime.protocol import HEAD_S, MAX_HEAD_BYTES, Protocol, Refusals, State
+from sie_contracts.runtime.protocol import HEAD_S, MAX_HEAD_BYTES, Protocol, State
+from sie_contracts.runtime.refusals import Refusals
 from sie_contracts.settings import SettingError
 
 __all__ = [
@@ -62,7 +63,7 @@ class HttpServer:
         allowed_hosts: Sequence[str] | None = None, refused: Callable[[str], object] | None = None,
     ) -> None:  # fmt: skip
         """`websockets`: what speaks them; without it an upgrade is refused. `allowed_hosts`: see `Names`. `refused` is called with the
-        reason of each request that no application sees, one of `protocol.REFUSED`."""
+        reason of each request that no application sees, one of `refusals.REFUSED`."""
         try:
             self._socket = _listen(host, port)
         except OSError as error:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from sie_contracts.errors import PermissionDenied, SIEError
 from sie_contracts.runtime.asgi import App, Receive, Scope, Send, refuse, refuse_upgrade
-from sie_contracts.runtime.protocol import Refusals
+from sie_contracts.runtime.refusals import Refusals
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})

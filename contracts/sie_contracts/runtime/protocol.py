@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import re
 import select
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +25,7 @@ from uvicorn.server import ServerState
 from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, SIEError
 from sie_contracts.runtime.asgi import refusal, refuse
 from sie_contracts.runtime.descriptors import max_connections
+from sie_contracts.runtime.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10  # of a request line with its headers and trailers
 HEAD_S = 10.0
@@ -35,34 +34,10 @@ LINGER_S = 5.0  # for a client that still sends to read its answer; a reset woul
 HALF_CLOSED_S = 1.0  # after its begin, a request is asked whether its client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between looks for the answer to that
 MAX_PIPELINED = 128  # requests sent ahead of their answers
-TELL_S = 10.0  # between lines in the log about what is refused here
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger than {MAX_HEAD_BYTES} bytes"
-_logger = logging.getLogger("sie.http")
-
-
-REFUSED = ("host", "origin", "malformed", "connections", "unread")  # the reasons for which something is refused below any application
-
-
-class Refusals:
-    """What is refused below any application: each one is counted by its reason, and the log has one line each TELL_S, since whoever sends
-    garbage must not fill it. `count` is called with one of REFUSED."""
-
-    def __init__(self, count: Callable[[str], object] | None = None) -> None:
-        self._tally = count
-        self._count = 0
-        self._told_s = -TELL_S
-
-    def note(self, reason: str, message: str) -> None:
-        if self._tally is not None:
-            self._tally(reason)
-        self._count += 1
-        now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_S:
-            _logger.info("%d requests were refused before they reached a route, the last one: %s", self._count, message)
-            self._count, self._told_s = 0, now_s
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
