@@ -144,7 +144,7 @@ def floor(precision: str) -> Run:
     from torch import nn
     from transformers import AutoConfig
 
-    from sie_adapter import attention, calibration
+    from sie_adapter import attention
     from sie_adapter.engine import prepare_process
     from sie_adapter.linear import block_linears
     from sie_adapter.packing import Items, Positions, pack
@@ -157,13 +157,12 @@ def floor(precision: str) -> Run:
     layers = nn.ModuleList(nn.Linear(*shape) for _ in range(config.num_hidden_layers) for shape in shapes).to(dtype).requires_grad_(False)
     with torch.inference_mode():
         block_linears(layers)
-        table = calibration.measure(heads, heads, hidden // heads, dtype)
     threads = ThreadPoolExecutor(CORES)
 
     def one(batch: list[np.ndarray]) -> None:
         with torch.inference_mode():
             packed = pack(Items(np.array([len(each) for each in batch]), np.concatenate(batch)), np.arange(len(batch)), Positions())
-            bounds, layout = torch.from_numpy(packed.bounds), torch.from_numpy(table.layout(packed))
+            bounds, layout = torch.from_numpy(packed.bounds), torch.from_numpy(attention.layout_of(attention.Kernel.SDPA, packed))
             states, wide = torch.randn(len(packed.ids), hidden).to(dtype), torch.randn(len(packed.ids), inner).to(dtype)
             split = states.unflatten(1, (heads, -1))
             for number, layer in enumerate(layers):

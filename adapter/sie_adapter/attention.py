@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sie_adapter.packing import Int64, Packed
 
 IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # a window side without a limit
@@ -32,7 +35,6 @@ class Kernel(IntEnum):
     """How a group of sequences is computed; the last column of a layout."""
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
-    SDPA_FLOAT = 1  # the same in float32
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
     REFERENCE = 3  # one sequence after the other, written out
     VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
@@ -79,9 +81,9 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """What a trial pass saw: one entry for each attention call, in order."""
+    """What a trial pass saw."""
 
-    shapes: list[tuple[int, int, int]] = field(default_factory=list)  # heads, key and value heads, width of a head
+    calls: int = 0  # of the attention function
     edges: set[int] = field(default_factory=set)  # of the windowed layers: what `sie_edge` has to be
 
     def edge(self) -> int:
@@ -140,7 +142,7 @@ def packed_attention(
             sie_trial.edges.add(shown.left - reach)
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
-        sie_trial.shapes.append((query.shape[1], key.shape[1], query.shape[3]))
+        sie_trial.calls += 1
     output = torch.ops.sie.packed_attention(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), sie_bounds, sie_layout,
         scaling if scaling is not None else query.shape[-1] ** -0.5, pattern.left, pattern.right,
@@ -186,10 +188,6 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, scale: float, patte
     output.copy_(
         F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     )
-
-
-def _attend_fused_in_float(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
-    _attend_fused(query.float(), key.float(), value.float(), scale, pattern, output)
 
 
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
@@ -247,7 +245,6 @@ def _attend_by_definition(query: Tensor, key: Tensor, value: Tensor, scale: floa
 
 _GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, Pattern, Tensor], None]] = {
     Kernel.SDPA: _attend_fused,
-    Kernel.SDPA_FLOAT: _attend_fused_in_float,
     Kernel.BLOCKS: _attend_in_blocks,
     Kernel.REFERENCE: _attend_by_definition,
 }
@@ -282,6 +279,17 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern
     Kernel.VARLEN: _attend_varlen,
     Kernel.FLASH: _attend_flash,
 }
+
+
+def layout_of(kernel: Kernel, packed: Packed) -> Int64:
+    """The layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length, visible tokens, kernel."""
+    if kernel >= Kernel.VARLEN:
+        # the kernels for all sequences at once count windows from the last token, which is wrong where only the first ones are visible
+        if packed.visible is None:
+            longest = packed.groups[-1, 2]
+            return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)
+        kernel = Kernel.SDPA
+    return np.column_stack([packed.groups, np.full(len(packed.groups), kernel, np.int64)])
 
 
 def register() -> None:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sie_adapter import attention, calibration
+from sie_adapter import attention
 from sie_adapter.attention import AttentionUnsupported, Kernel, Trial
-from sie_adapter.calibration import KernelTable
 from sie_adapter.device import Compute, to_device, uses_varlen_kernel
 from sie_adapter.failure import is_device_fatal, is_out_of_memory, load_failed
 from sie_adapter.linear import block_linears
@@ -65,14 +64,14 @@ class Backbone:
         with torch.inference_mode():
             if compute.device.type == "cpu":
                 block_linears(model)
-            self._table = self._choose_kernels()
+            self._kernel = self._choose_kernel()
         self.attention: str = compute.backend
-        if self._table is None:
+        if self._kernel is None:
             self.run_padded()
 
     def run_padded(self) -> None:
         """Run on the model's own attention from now on, as one does whose packed states are wrong. Not beside a pass."""
-        self._table = None
+        self._kernel = None
         self._model.set_attn_implementation(self._stock)
         self.attention = f"{self._stock} padded"
 
@@ -82,9 +81,9 @@ class Backbone:
 
     def forward(self, packed: Packed) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
-        return self.forward_padded(packed) if self._table is None else self._forward_packed(packed, self._table)
+        return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
 
-    def _forward_packed(self, packed: Packed, table: KernelTable, trial: Trial | None = None) -> Tensor:
+    def _forward_packed(self, packed: Packed, kernel: Kernel, trial: Trial | None = None) -> Tensor:
         device, real = self._compute.device, len(packed.ids)
         if device.type == "cpu" and trial is None:
             packed = filled_up(packed, self._pad, self._numbering)
@@ -96,7 +95,7 @@ class Backbone:
             input_ids=tokens[:1],
             position_ids=tokens[1:2],
             sie_bounds=to_device(packed.bounds, device),
-            sie_layout=torch.from_numpy(table.layout(packed)),
+            sie_layout=torch.from_numpy(attention.layout_of(kernel, packed)),
             sie_edge=self._edge,
             sie_trial=trial,
             **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
@@ -124,18 +123,20 @@ class Backbone:
         hidden = self._model(input_ids=to_device(ids, device), attention_mask=mask, **types)[0]
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(real), device)]  # places, not a mask: counting that would wait for the device
 
-    def _choose_kernels(self) -> KernelTable | None:
+    def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
         self._trial: tuple[Packed, Tensor] | None = (sample, reference)
         self._model.set_attn_implementation(attention.IMPLEMENTATION)
         for kernel in self._candidates():
             try:
-                return self._tried(kernel, reference)
+                self._try(kernel, reference)
             except (AttentionUnsupported, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
                 if is_out_of_memory(error) or is_device_fatal(error):
                     raise
                 _logger.info("%s does not run packed with %s: %s", type(self._model).__name__, kernel.name, error)
+            else:
+                return kernel
         return None
 
     def _candidates(self) -> list[Kernel]:
@@ -144,22 +145,19 @@ class Backbone:
         preferred = [Kernel.FLASH] if self._compute.backend == "flash_attention_2" else []
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
-    def _tried(self, kernel: Kernel, reference: Tensor) -> KernelTable:
-        """The table that starts from `kernel`, if the packed states equal `reference`. Raises AttentionUnsupported."""
-        trial, table, self._edge = Trial(), calibration.uniform(kernel), 0
+    def _try(self, kernel: Kernel, reference: Tensor) -> None:
+        """Raises AttentionUnsupported unless the packed states equal `reference`."""
+        trial, self._edge = Trial(), 0
         # one sequence, so that the mask functions are still functions of two positions and not of the packing
-        self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), table, trial)
+        self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
         layers = self._model.config.num_hidden_layers
-        if len(trial.shapes) != layers:
-            raise AttentionUnsupported(f"{len(trial.shapes)} of {layers} layers use the attention interface")
+        if trial.calls != layers:
+            raise AttentionUnsupported(f"{trial.calls} of {layers} layers use the attention interface")
         self._edge = trial.edge()
-        states = self._forward_packed(self.sample(self._lengths), table)
+        states = self._forward_packed(self.sample(self._lengths), kernel)
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         if not cosine >= _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16):
             raise AttentionUnsupported(f"packed and padded states have cosine {cosine:.6f}")
-        if kernel is Kernel.SDPA and self._compute.device.type == "cpu":
-            return calibration.measure(*trial.shapes[0], self._compute.dtype)
-        return table
 
     def take_trial(self) -> tuple[Packed, Tensor]:
         """The sequences of the trial and their states by the stock path, once: they are not kept."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sie_adapter.attention import FAR, Kernel
-from sie_adapter.calibration import uniform
+from sie_adapter.attention import FAR, Kernel, layout_of
 from sie_adapter.packing import Items, Packed, Positions, pack
 
 CUDA = torch.device("cuda")
@@ -35,7 +34,7 @@ def packed(visible: tuple[int, ...] | None = None) -> Packed:
 def attend(kernel: Kernel, made: Packed, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
     query, key, value = states
     bounds = torch.from_numpy(made.bounds).to(query.device)
-    layout = torch.from_numpy(uniform(kernel).layout(made))
+    layout = torch.from_numpy(layout_of(kernel, made))
     with torch.inference_mode():
         return torch.ops.sie.packed_attention(query, key, value, bounds, layout, query.shape[2] ** -0.5, *pattern)  # type: ignore[no-any-return]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -88,6 +89,29 @@ class Preparation:
             return make(texts, option)
         finally:
             self.seconds += time.perf_counter() - began_s
+
+
+class Extractor(ABC, Generic[M]):
+    """A family that tokenises and collates by itself: `_make` on the host, `_extract` on the device, both of texts with equal options."""
+
+    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
+        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads at once."""
+        preparation = Preparation()
+        preparation.make(texts, options, self._make)
+        return preparation
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
+    ) -> list[Result]:
+        """The result of each text, or an error instead of it."""
+        with torch.inference_mode():
+            return run_alike(texts, options, self._make, self._extract, preparation)
+
+    @abstractmethod
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> M: ...
+
+    @abstractmethod
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: M) -> list[Result]: ...
 
 
 def run_alike(

@@ -23,7 +23,7 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
-    Preparation,
+    Extractor,
     Result,
     bound_length,
     bytes_of,
@@ -31,7 +31,6 @@ from sie_adapter.families.extraction import (
     padding_of,
     passes,
     refuse_misfits,
-    run_alike,
     without_remote_code,
 )
 from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
@@ -54,8 +53,12 @@ class _Made:
     padding: int
 
 
-class GliclassModel:
+class GliclassModel(Extractor[_Made]):
     """A loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
+
+    A result is `{"classifications": [{label, score}]}`: all labels whose score reaches the threshold (0), best first. A text of white space
+    has none. An error instead if the labels cannot be used or the text holds a token that the prompt is made of (InvalidInput), or if the
+    scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
     """
@@ -81,23 +84,6 @@ class GliclassModel:
         self.memory_bytes = bytes_of(self._model)
         self.attention = f"{encoder.config._attn_implementation} padded"
         self._tokenizing = threading.Lock()  # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
-
-    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads at once."""
-        preparation = Preparation()
-        preparation.make(texts, options, self._make)
-        return preparation
-
-    def extract(
-        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
-    ) -> list[Result]:
-        """`{"classifications": [{label, score}]}` for each text: all labels whose score reaches the threshold (0), best first.
-
-        A text of white space has none. An error instead if the labels cannot be used or the text holds a token that the prompt is made
-        of (InvalidInput), or if the scores are not finite.
-        """
-        with torch.inference_mode():
-            return run_alike(texts, options, self._make, self._extract, preparation)
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(options.labels)

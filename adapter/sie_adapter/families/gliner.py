@@ -25,14 +25,13 @@ from sie_adapter.device import Compute
 from sie_adapter.failure import load_failed
 from sie_adapter.families.extraction import (
     ExtractOptions,
-    Preparation,
+    Extractor,
     Result,
     bound_length,
     bytes_of,
     labels_refused,
     padding_of,
     passes,
-    run_alike,
 )
 from sie_adapter.families.gliner_folder import load_gliner
 from sie_adapter.tokenizer import bare_tokenizer, fault
@@ -96,8 +95,11 @@ class _Request:
     label_vectors: Tensor | None  # [labels, width] of a bi-encoder
 
 
-class GlinerModel:
+class GlinerModel(Extractor[_Made]):
     """A loaded GLiNER. `extract` may run on several threads at once.
+
+    A result is `{"entities": [{text, label, score, start, end}]}` by start; offsets are code points of the text, `end` exclusive. A text
+    without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer texts take several.
     """
@@ -133,22 +135,6 @@ class GlinerModel:
             if cause := fault(bare_tokenizer(self._processor.labels_tokenizer), rows):
                 raise load_failed("CERTIFICATE", f"{entry.id}, of its labels: {cause}")
             self._label_vectors = _LabelVectors(layers, self._processor.labels_tokenizer, self._tokenizing, self._device)
-
-    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads at once."""
-        preparation = Preparation()
-        preparation.make(texts, options, self._make)
-        return preparation
-
-    def extract(
-        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
-    ) -> list[Result]:
-        """`{"entities": [{text, label, score, start, end}]}` by start for each text; offsets are code points of it, `end` exclusive.
-
-        A text without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores are not finite.
-        """
-        with torch.inference_mode():
-            return run_alike(texts, options, self._make, self._extract, preparation)
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
         labels = list(dict.fromkeys(options.labels))

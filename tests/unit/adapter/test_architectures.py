@@ -64,3 +64,16 @@ def test_token_types_reach_the_model_packed_and_padded(kind: str, tmp_path: Path
             expected = stock(input_ids=given, token_type_ids=torch.from_numpy(kinds)[None].long())[0][0]
             assert (stock(input_ids=given)[0][0] - expected).abs().max() > 0.01
         assert (got - expected).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_loads_give_the_same_bits_whatever_takes_how_long(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that changes bits is chosen by a time: a busy machine has every clock say anything."""
+    folder, generator = toys.save(tmp_path / "toy", "bert"), np.random.default_rng(0)
+    for clock in ("perf_counter", "thread_time", "monotonic"):
+        monkeypatch.setattr(f"time.{clock}", generator.random)
+    encoders = [toys.load(folder, dtype=dtype) for _ in range(3)]
+    monkeypatch.undo()
+    sequences = toys.random_ids(LENGTHS)
+    first, *others = [torch.cat(states_packed(encoder, sequences)) for encoder in encoders]
+    assert all(torch.equal(first, other) for other in others)

@@ -58,7 +58,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS, Kernel.REFERENCE])
+@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.BLOCKS, Kernel.REFERENCE])
 def test_a_kernel_equals_the_definition(kernel: Kernel, name: str, key_heads: int) -> None:
     query, key, value, bounds = tensors(6, key_heads, torch.float32)
     pattern = PATTERNS[name]
@@ -66,7 +66,7 @@ def test_a_kernel_equals_the_definition(kernel: Kernel, name: str, key_heads: in
     torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS, Kernel.REFERENCE])
+@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.BLOCKS, Kernel.REFERENCE])
 def test_a_kernel_in_bfloat16_is_near(kernel: Kernel) -> None:
     query, key, value, bounds = tensors(6, 6, torch.bfloat16)
     got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(kernel), 0.25, FAR, FAR)
@@ -98,7 +98,7 @@ def padded(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tenso
 
 @pytest.mark.parametrize("key_heads", [2, 6])
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.SDPA_FLOAT, Kernel.BLOCKS, Kernel.REFERENCE])
+@pytest.mark.parametrize("kernel", [Kernel.SDPA, Kernel.BLOCKS, Kernel.REFERENCE])
 def test_what_is_not_visible_attends_and_is_not_attended(kernel: Kernel, name: str, key_heads: int) -> None:
     """As padding that is masked: also for queries whose window holds nothing visible, which get zeros."""
     query, key, value, bounds = tensors(6, key_heads, torch.float32)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 from unit.adapter import toys
 
-from sie_adapter import attention, calibration, certificate
+from sie_adapter import attention, backbone, certificate
 from sie_adapter.attention import Kernel, Pattern
 from sie_adapter.loading import Loader
 from sie_adapter.weights import WeightSources
@@ -220,12 +220,13 @@ def _less_one_key(query: Tensor, key: Tensor, value: Tensor, scale: float, patte
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_kernel_that_is_wrong_and_was_chosen_for_its_speed_is_refused(
+def test_a_kernel_that_is_wrong_and_not_the_one_that_was_tried_is_refused(
     precision: str, copy: ModelEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W3: the trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights show it."""
     monkeypatch.setitem(attention._GROUPED, Kernel.BLOCKS, _less_one_key)
-    monkeypatch.setattr(calibration, "measure", lambda *shape: calibration.uniform(Kernel.BLOCKS))
+    tried = backbone.Backbone._choose_kernel
+    monkeypatch.setattr(backbone.Backbone, "_choose_kernel", lambda self: (tried(self), Kernel.BLOCKS)[1])
     entry = changed(copy, golden="", load=msgspec.structs.replace(copy.load, precision=precision))
     error = refusal(entry)
     assert error.extras["error_class"] == "CERTIFICATE"

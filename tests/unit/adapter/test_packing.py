@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.attention import Kernel
-from sie_adapter.calibration import KernelTable, uniform
+from sie_adapter.attention import Kernel, layout_of
 from sie_adapter.packing import Items, MalformedBatch, Positions, expanded, filled_up, items, pack
 
 
@@ -109,20 +108,18 @@ def test_extremes_name_the_item_even_beside_empty_ones() -> None:
     assert high.tolist() == [9, 0, 3]
 
 
-def test_a_layout_names_a_kernel_per_length_and_for_one_or_several() -> None:
-    by_length = (Kernel.SDPA, Kernel.BLOCKS, *[Kernel.SDPA] * 4, Kernel.SDPA_FLOAT)
+def test_a_layout_names_the_kernel_of_each_group_or_one_for_all_sequences() -> None:
     packed = pack(as_items([[1] * 8, [1] * 9, [1] * 9, [1] * 600]), np.arange(4), Positions())
-    grouped = (Kernel.SDPA, Kernel.REFERENCE, *[Kernel.SDPA] * 5)
-    assert KernelTable(by_length, grouped).layout(packed).tolist() == [
-        [0, 1, 8, 8, Kernel.SDPA], [8, 2, 9, 9, Kernel.REFERENCE], [26, 1, 600, 600, Kernel.SDPA_FLOAT],
+    assert layout_of(Kernel.BLOCKS, packed).tolist() == [
+        [0, 1, 8, 8, Kernel.BLOCKS], [8, 2, 9, 9, Kernel.BLOCKS], [26, 1, 600, 600, Kernel.BLOCKS],
     ]  # fmt: skip
-    assert uniform(Kernel.VARLEN).layout(packed).tolist() == [[0, 4, 600, 600, Kernel.VARLEN]]
+    assert layout_of(Kernel.VARLEN, packed).tolist() == [[0, 4, 600, 600, Kernel.VARLEN]]
 
 
 def test_a_kernel_for_all_sequences_at_once_is_not_used_where_a_part_is_hidden() -> None:
     batch = expanded(as_items([[1, 2], [3]]), np.array([4, 0]), 9, attended=False)
     packed = pack(batch, np.arange(2), Positions())
-    assert uniform(Kernel.FLASH).layout(packed).tolist() == [[0, 1, 1, 1, Kernel.SDPA], [1, 1, 4, 2, Kernel.SDPA]]
+    assert layout_of(Kernel.FLASH, packed).tolist() == [[0, 1, 1, 1, Kernel.SDPA], [1, 1, 4, 2, Kernel.SDPA]]
 
 
 @pytest.mark.parametrize("numbering", [Positions(), Positions(2, 1)])
