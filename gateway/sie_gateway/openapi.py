@@ -556,7 +556,7 @@ _ERROR_SCHEMA = {
     **_map(
         ("error", "code"),
         error=_one_of({"$ref": "#/components/schemas/ErrorDetail"}, _TEXT),
-        detail=_one_of({"$ref": "#/components/schemas/ErrorDetail"}, _TEXT), code=_TEXT,
+        detail=_one_of(_map(("code", "message"), code=_TEXT, message=_TEXT), _TEXT), code=_TEXT,
         message=_TEXT, error_type=_TEXT, id=_TEXT, errors=_list(_ANY),
     ),
     "description": "What the client family of the route reads: `error` is a map of everything, a message at routes of Text Embeddings "

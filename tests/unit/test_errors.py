@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import api_page
+import jsonschema_rs
 import msgspec
 import pytest
 
@@ -113,6 +115,14 @@ def test_nothing_stands_in_a_body_more_often_than_it_is_read() -> None:
         assert told.count(b"message text") <= (3 if family == "jina" else 2), family
         assert told.count(b"request-1") <= 2, family
         assert told.count(b"a_reason") <= (2 if family == "native" else 1), family
+
+
+async def test_the_openapi_document_describes_the_body_of_each_family() -> None:
+    document = await api_page.document()
+    schema = {"components": document["components"], "$ref": "#/components/schemas/Error"}
+    for family in FAMILIES:
+        for error in (InvalidInput("m", reason="schema", param="items", extras={"limit": 3}), ModelLoading("m")):
+            jsonschema_rs.validator_for(schema).validate(envelope(error, "request-1", [{"index": 0}], family))
 
 
 def test_an_envelope_without_a_field_says_null_and_lists_failures_only_where_there_are_some() -> None:
