@@ -111,6 +111,7 @@ class Report:
     busy_s: float = 0.0
     seconds: float = 0.0
     phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
+    stall: tuple[float, float] = (math.inf, math.inf)
     struck: tuple[float, float] = (math.inf, math.inf)  # from, until: who came then could not know of the stall or the slow-down
 
     def is_onset(self, at_s: float) -> bool:
@@ -124,7 +125,15 @@ class Report:
         """Refused at once although it would have been answered in time, with a tenth of the budget and a batch to spare."""
         case = self.case
         spare_s = SPARE * case.budget_s + case.full_s()
-        return sum(each.would_s + spare_s <= each.deadline_s - each.at_s for each in self.of("refused") + self.of("shed"))
+        found = [each for each in self._refused() if each.would_s + spare_s <= each.deadline_s - each.at_s]
+        return sum(not self._is_in_stall(each) for each in found)
+
+    def _refused(self) -> list[Try]:
+        return self.of("refused") + self.of("shed")
+
+    def _is_in_stall(self, one: Try) -> bool:
+        """Whether the device had stood still for as long as its budget when it was refused: nobody could know that this ends in time."""
+        return self.stall[0] + (one.deadline_s - one.at_s) <= one.end_s < self.stall[1]
 
     def late(self, *, onset: bool) -> tuple[int, int]:
         accepted = [each for each in self._accepted() if self.is_onset(each.at_s) == onset and not self.is_struck(each)]
@@ -135,7 +144,9 @@ class Report:
         return one.outcome == "late" and self.struck[0] <= one.at_s <= self.struck[1]
 
     def lost(self) -> int:
-        return sum(self.is_struck(each) for each in self._accepted())
+        """Late ones that were struck, and those that were refused in a stall although it ended in time."""
+        refused = [each for each in self._refused() if self._is_in_stall(each) and each.would_s <= each.deadline_s - each.at_s]
+        return sum(self.is_struck(each) for each in self._accepted()) + len(refused)
 
     def _accepted(self) -> list[Try]:
         return [each for each in self.tries if each.outcome in ("answered", "late", "shed")]
@@ -457,6 +468,7 @@ class World:
             ):  # fmt: skip
                 if case.start == "stall":
                     self.stops = [(self.now_s, self.now_s + STALL_S, math.inf)]
+                    report.stall = self.now_s, self.now_s + STALL_S
                     report.phases.append((self.now_s - case.budget_s, self.now_s + STALL_S + onset_s))
                 else:
                     self.stops = [(self.now_s, math.inf, SLOWER)]

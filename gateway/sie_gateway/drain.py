@@ -26,7 +26,8 @@ MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought
 FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
 SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
 RECENT_BATCHES = 16  # to which a late result of the same batch is added
-CAPPED = 0.2  # of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work behind
+GROWING = 1.25  # times any before it: the last batch while batches grow
+CAPPED = 0.05  # of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work behind
 
 
 class Wait(NamedTuple):
@@ -79,8 +80,8 @@ class _Sample(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work behind. `longest_s`:
-    of one of them."""
+    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work behind, and they do
+    not grow as those of a worker that learns what they take. `longest_s`: of one of them."""
 
     tokens: float
     seconds: float
@@ -163,6 +164,7 @@ class Drain:
             if not self._batches or now_s - self._batches[-1].at_s > EXPIRY_S:
                 self._evidence = 0
             return None
+        newest, before = samples[0].tokens, max((each.tokens for each in samples[1:]), default=0.0)
         longest, *others = sorted(samples, key=lambda each: each.seconds, reverse=True)
         if others and longest.seconds > max(OUTLIER * others[0].seconds, LEAST_SPAN_S / 2):
             samples.remove(longest)
@@ -171,7 +173,8 @@ class Drain:
         counted = full or samples
         tokens = sum(each.tokens for each in counted) / len(counted)
         seconds = sum(each.seconds for each in counted) / len(counted)
-        left_work = 2 * sum(each.left_work for each in samples) >= len(samples)
+        is_steady = len(samples) >= LEAST_SAMPLES - 1 and newest <= GROWING * before
+        left_work = is_steady and 2 * sum(each.left_work for each in samples) >= len(samples)
         return Known(max(tokens, 1.0), max(seconds, 1e-6), bool(full), left_work, longest.seconds)
 
     def rate(self, now_s: float) -> float:
