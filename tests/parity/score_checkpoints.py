@@ -302,8 +302,17 @@ def sts_pairs(part: str) -> list[tuple[str, str, float]]:
 def trained_cross_encoder(folder: Path, steps: int = 80, batch: int = 8) -> Path:
     """MiniLM with a classification head, its upper half trained on STS-B for `steps` batches, saved by sentence-transformers.
 
-    Some 25 s on one core.
+    Some 25 s on one core. It takes one: two threads that wait for each other take minutes where the machine is busy.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _trained(folder, steps, batch)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _trained(folder: Path, steps: int, batch: int) -> Path:
     from sentence_transformers import CrossEncoder
 
     torch.manual_seed(0)
