@@ -53,7 +53,7 @@ def expected_s(of: Place, tokens: int, length: int) -> float:
     """The wait behind so many tokens of texts of this length, after eight batches of short texts, 16,384 tokens in half a second each."""
     for number in range(8):
         ticket = Ticket("k", of.costs([16384], [16384 * SHORT]), [16384])
-        of.entered[ticket] = Entered(ticket, math.inf, bytes, "r")
+        of.entered[ticket] = Entered(ticket, -1.0, math.inf, bytes, "r")
         of.window.admit(ticket)
         of.queued(ticket, 0, -1.0)
         of.answered(ticket, result(number, 16384, SHORT, 0.5), 16384, 0.5 * (number + 1))
