@@ -11,7 +11,8 @@ The corners of the matrix that `bench/admission.py` runs in virtual time; each c
 A client that is refused waits its Retry-After and comes again. The columns:
 
 * false: refused although it would have been answered: behind all that had been let in by then, which is known from when that was answered,
-  and behind all whose promised turn came within its budget, with a full batch and a tenth of the budget to spare; of all requests;
+  and behind all who had been told to come again and had not yet, at the largest rate that was seen of this device (slow: after the
+  slow-down), with a full batch and a tenth of the budget to spare; of all requests;
 * late: let in and not answered within the budget; of those let in. Onset: until ten full batches and twice the budget have passed, but for
   half of the cell at most, and from a stall or a slow-down on; steady: else;
 * served: let in and answered in time, of those who came again when they were told to;
@@ -82,7 +83,7 @@ class Case:
 
 def cases() -> Iterator[Case]:
     for device in (SMALL, LARGE):
-        for clients, budget_s in ((1, 1.0), (40, 10.0), (500, 1.0), (500, 60.0)):
+        for clients, budget_s in ((500, 60.0), (1, 1.0), (40, 10.0), (500, 1.0)):
             yield Case("cold", device, clients, budget_s, 6.0)
         for clients, budget_s in ((40, 10.0), (500, 1.0)):
             yield Case("tiny", device, clients, budget_s, 6.0, is_compared=True)
@@ -120,6 +121,7 @@ class Found:
     ended_s: float = 0.0
     onsets: list[tuple[float, float]] = field(default_factory=list)
     log_lines: int = 0
+    rate: float = 0.0  # answers a second that these processes give where nobody is refused
 
     @property
     def refused(self) -> list[Try]:
@@ -133,15 +135,24 @@ class Found:
         for each in entered:
             last_s = max(last_s, each.ended_s if each.status == 200 else each.at_s)
             ends.append(last_s)
-        promised = sorted(each.at_s for each in self.tries if each.is_return)
+        told = sorted(each.ended_s for each in self.refused)
+        due = sorted(each.ended_s + each.retry_s for each in self.refused)
+        slow_s = self.onsets[1][0] + case.budget_s if case.start == "slow" else self.ended_s
+        slow_rate = max(1.0, self.answered(slow_s, self.ended_s))
         count = 0
         for each in self.refused:
             place = bisect_left(starts, each.at_s)
             ahead_s = max(each.at_s, ends[place - 1]) if place else each.at_s
-            turns = bisect_left(promised, each.at_s + case.budget_s) - bisect_left(promised, each.at_s)
-            would_s = ahead_s - each.at_s + turns / case.capacity + case.full_s
-            count += would_s + case.full_s + SPARE * case.budget_s <= case.budget_s
+            turns = bisect_left(told, each.at_s) - bisect_left(due, each.at_s)
+            rate = slow_rate if each.at_s >= slow_s else self.rate
+            would_s = ahead_s - each.at_s + turns / rate + REQUESTS / rate
+            count += would_s + REQUESTS / rate + SPARE * case.budget_s <= case.budget_s
         return count
+
+    def answered(self, begin_s: float, end_s: float) -> float:
+        """Answers a second between these times, 0 in less than half a second."""
+        count = sum(each.status == 200 and begin_s <= each.ended_s < end_s for each in self.tries)
+        return count / (end_s - begin_s) if end_s > begin_s + 0.5 else 0.0
 
     def late(self, *, onset: bool) -> tuple[int, int]:
         found = [each for each in self.tries if each.status != 503 and self.is_onset(each.at_s) == onset]
@@ -156,8 +167,7 @@ class Found:
 
     def goodput(self) -> float:
         middle_s = (self.began_s + self.ended_s) / 2
-        good = sum(each.status == 200 and middle_s <= each.ended_s < self.ended_s for each in self.tries)
-        return good / (self.ended_s - middle_s) / self.case.capacity
+        return self.answered(middle_s, self.ended_s) / self.case.capacity
 
     def row(self) -> str:
         case, refused = self.case, len(self.refused)
@@ -285,7 +295,7 @@ def cell(case: Case, code: Path | None) -> Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with the processes of this checkout")
-    parser.add_argument("--only", default="", help="cells of this start alone")
+    parser.add_argument("--only", default="", help="part of `start clients budget a gateways` of the cells to run")
     parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     say, began_s = Report(), time.perf_counter()
@@ -295,12 +305,15 @@ def main() -> None:
     say(f"A request has {TOKENS} tokens. What the columns mean is said in the file itself.\n")
     say("| start | a, b | clients | budget | code | requests | refused | false | late, steady | late, onset | served | goodput | log/s | |")
     say("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    rates: dict[tuple[float, float], float] = {}
     for case in cases():
-        if options.only not in case.start:
+        if options.only and options.only not in f"{case.start} {case.clients} {case.budget_s:g} {case.device[0]:g} {case.gateways}":
             continue
         codes = [("now", None), *([("before", options.before)] if options.before and case.is_compared else [])]
         for name, code in codes:
             found = cell(case, code)
+            seen = found.answered((found.began_s + found.ended_s) / 2, found.ended_s)
+            found.rate = rates[case.device] = min(case.capacity, max(seen, rates.get(case.device, 1.0)))
             device = f"{1000 * case.device[0]:g} ms, {1e6 * case.device[1]:g} us"
             start = case.start if case.gateways == 1 else f"{case.start}, {case.gateways} gateways"
             clients = case.clients or f"{FACTOR * case.capacity:.0f}/s"
