@@ -33,10 +33,16 @@ class _Start:
 
 
 class ColdStarts:
-    def __init__(self, fleet: Fleet, demand: DemandRecords, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    """`pending_reason` says of a pool why it has not the workers that it asks for; empty where it has them, or asks for none."""
+
+    def __init__(
+        self, fleet: Fleet, demand: DemandRecords, metrics: Metrics, pending_reason: Callable[[str], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._fleet = fleet
         self._demand = demand
         self._metrics = metrics
+        self._pending_reason = pending_reason
         self._clock = clock
         self._starts: dict[Lane, _Start] = {}  # lanes are those of the catalogue and the machine profiles
         self._took_s: dict[Lane, float] = {}
@@ -75,6 +81,8 @@ class ColdStarts:
             self._metrics.provisioning.inc()
             left_s = self.start_left_s(lane)
             message = f"no worker for {lane.machine_profile} with bundle {lane.bundle} is ready yet"
+            if reason := self._pending_reason(lane.pool):
+                message += f"; the pool {lane.pool!r} is pending: {reason}"
             raise Provisioning(
                 message, retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
                 extras={

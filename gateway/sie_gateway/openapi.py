@@ -297,7 +297,7 @@ _POOL = _map(
     ),
     status=_map(
         ("state", "assigned_workers"), state=_choice("pending", "active"),
-        assigned_workers=_list(_map(name=_TEXT, url=_one_of(_TEXT, _NULL), gpu=_TEXT)), created_at=_OPTIONAL_TIME,
+        assigned_workers=_list(_map(name=_TEXT, url=_one_of(_TEXT, _NULL), gpu=_TEXT)), created_at=_OPTIONAL_TIME, reason=_TEXT,
         last_renewed=_OPTIONAL_TIME, expires_at=_OPTIONAL_TIME,
     ),
 )  # fmt: skip

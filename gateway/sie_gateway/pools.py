@@ -43,6 +43,8 @@ DUTY_S, LAPSE_S = 2.0, 6.0
 UNREADY_S = 30.0  # for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
 REMOVED_WITHIN_S = 5.0  # a call waits for the end of an earlier pool of its name
 HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
+TOO_FEW = "not as many workers are free as it asks for"
+ON_THEIR_WAY = "its workers do not serve it yet"
 _ATTEMPTS = 16
 _RECORD, _ASSIGNED = "reservations", "assigned"
 _logger = logging.getLogger("sie.gateway.pools")
@@ -309,14 +311,25 @@ class Pools(Collection[str]):
         name, reserved = each.spec.name, self.workers()
         spec = {**msgspec.structs.asdict(each.spec), "bundle": each.spec.bundle or None, "pinned_models": list(each.spec.pinned_models)}
         workers = [_worker(beat) for beat, _ in self._fleet.workers() if reserved.get(beat.worker) == name]
+        reason = self.pending_reason(name)
         return {
             "name": name, "spec": spec,
             "status": {
-                "state": "active" if self.is_active(each) else "pending", "assigned_workers": workers,
+                "state": "pending" if reason else "active", "assigned_workers": workers,
                 "created_at": each.created_s, "last_renewed": each.renewed_s, "expires_at": each.expires_s,
-                **({"reason": HELD_BACK} if self._is_held_back(each) else {}),
+                **({"reason": reason} if reason else {}),
             },
         }  # fmt: skip
+
+    def pending_reason(self, name: str) -> str:
+        """Why a reservation is not active. Empty for one that is, and for any other pool."""
+        each = self.reservation(name)
+        if each is None or self.is_active(each):
+            return ""
+        if self._is_held_back(each):
+            return HELD_BACK
+        held = [Candidate.of(beat) for beat in self._fleet.healthy() if self._assigned.workers.get(beat.worker) == name]
+        return ON_THEIR_WAY if assignments.is_met(each.spec, held) else TOO_FEW
 
     def _is_held_back(self, each: Reservation) -> bool:
         return assignments.is_held_back(each, self._default_workers(), self._assigned.workers)

@@ -95,7 +95,7 @@ async def serve(
     admission = Admission(settings, broker, fleet, backlog, metrics)
     admission.peers.epoch = lambda: feed.catalogue.epoch
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
-    cold = ColdStarts(fleet, demand, metrics)
+    cold = ColdStarts(fleet, demand, metrics, pools.pending_reason)
     for part in (admission, backlog, placer, demand, cold):
         pools.on_gone.append(part.forget)
     scaling = Scaling(settings, broker, feed, fleet, backlog, admission.peers, demand, pools, clock.now_s)

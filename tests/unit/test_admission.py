@@ -183,7 +183,7 @@ class Alone:
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
         self.inference = Inference(
             settings, self.feed, self.fleet, self.queue, self.inbox, self.metrics, {"_default"}, self.admission,
-            ColdStarts(self.fleet, demand, self.metrics),
+            ColdStarts(self.fleet, demand, self.metrics, lambda pool: ""),
         )  # fmt: skip
 
     async def ask(self, number: int, key: str, texts: int) -> None:
@@ -428,7 +428,7 @@ def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
     settings, server = settings_of(), MemoryServer()
     fleet = Fleet(server.connect("x"), settings, lambda: now_s)
     demand = DemandRecords(server.connect("y"), lambda: now_s, storage="memory", replicas=1)
-    cold = ColdStarts(fleet, demand, Metrics(), lambda: now_s)
+    cold = ColdStarts(fleet, demand, Metrics(), lambda pool: "", lambda: now_s)
     cold.asked(LANE)
     assert cold.start_left_s(LANE) == 60.0
     now_s = 20.0

@@ -21,7 +21,7 @@ from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbi
 from sie_contracts.messages import PoolSpec, Reservation
 from sie_contracts.settings import Settings
 from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
-from sie_gateway.pools import HELD_BACK, MOST_RESERVATIONS
+from sie_gateway.pools import HELD_BACK, MOST_RESERVATIONS, TOO_FEW
 from sie_gateway.queue import work_spec
 from sie_gateway.reserving import parse_spec
 
@@ -344,7 +344,9 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
         assert (found["reserved"], found["wanted_replicas"], found["demand"], found["ready_workers"]) == (2, 2, 1, 0)
     answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.9.0")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
-    assert (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["code"] == "PROVISIONING"
+    refused = (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
+    assert (refused["code"], refused["message"].rpartition("; ")[2]) == ("PROVISIONING", f"the pool 'team' is pending: {TOO_FEW}")
+    assert (await town.state("pending"))["status"]["reason"] == TOO_FEW
     await town.worker()
     assert (await one.encode("x")).headers["x-sie-worker"] == "w0"
     assert (await town.state("pending"))["status"]["assigned_workers"] == []
@@ -382,6 +384,9 @@ async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: T
     answer = await one.client.post("/v1/pools", json=SPEC, headers={"authorization": ""})
     assert answer.status_code == 201
     assert (await town.state("pending"))["status"]["reason"] == HELD_BACK
+    refused = await two.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")
+    assert code(refused) == (503, "PROVISIONING")
+    assert refused.json()["error"]["message"].endswith(f"; the pool 'team' is pending: {HELD_BACK}")
     found = await eventually(two, "/v1/scaling/_default.l4.default", lambda found: found["reserved"] == 2)
     assert found["wanted_replicas"] >= 2
     assert (await two.encode("x")).status_code == 200
