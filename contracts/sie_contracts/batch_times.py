@@ -77,6 +77,11 @@ class BatchTimes:
         return self._n > 0
 
     @property
+    def mean_s(self) -> float:
+        """What the last batches took on average, 0 while not known."""
+        return self._y / self._n if self._n else 0.0
+
+    @property
     def is_growth_known(self) -> bool:
         """Whether batches of different sizes were measured."""
         return self._fixed is not None

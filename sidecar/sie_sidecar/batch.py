@@ -17,13 +17,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from sie_contracts.batch_times import BatchTimes
-from sie_sidecar.sizing import Ask, fitting
+from sie_sidecar.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
@@ -135,15 +135,8 @@ class _Queue(Generic[T]):
 
     def take(self, limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
         """The oldest job and what runs with it from `begins_s` on, in order of arrival. An oversize job runs alone."""
-        head = self.jobs[0]
-        if head.alone:
-            places = [0]
-        elif self.key.padded:
-            places = self._alike(limits)
-        else:
-            places = self._first(limits)
-        asks = [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in map(self.jobs.__getitem__, places)]
-        places = sorted(places[: fitting(asks, times)])
+        places = self._together(limits)
+        places = sorted(places[: fitting(self._asks(places, begins_s), times)])
         if places[-1] == len(places) - 1:
             taken = [self.jobs.popleft() for _ in places]
         else:
@@ -154,6 +147,20 @@ class _Queue(Generic[T]):
         self.cost -= sum(job.cost for job in taken)
         self.alone -= sum(job.alone for job in taken)
         return taken
+
+    def binds(self, limits: Limits, begins_s: float, times: BatchTimes) -> bool:
+        """Whether a deadline matters to when the next batch runs."""
+        return binds(self._asks(self._together(limits), begins_s), times)
+
+    def _asks(self, places: Sequence[int], begins_s: float) -> list[Ask]:
+        jobs = map(self.jobs.__getitem__, places)
+        return [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in jobs]
+
+    def _together(self, limits: Limits) -> list[int]:
+        """The oldest job and those that may run with it, in the order in which a smaller batch would take them."""
+        if self.jobs[0].alone:
+            return [0]
+        return self._alike(limits) if self.key.padded else self._first(limits)
 
     def remove(self, job: Job[T]) -> None:
         del self.jobs[next(place for place, other in enumerate(self.jobs) if other is job)]
@@ -338,8 +345,14 @@ class Waiting(Generic[T]):
     def __iter__(self) -> Iterator[Job[T]]:
         return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
 
-    def seal(self, queue: _Queue[T], limits: Limits, begins_s: float) -> Batch[T]:
-        """The batch that `queue` gives now, to begin at `begins_s`."""
+    def seal(self, queue: _Queue[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
+        """The batch that `queue` gives now. Where a budget binds, none before the device is about to be free: until then it may grow."""
+        begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
+        if device.sent >= device.lanes and (device.busy_s > LEAD_S or not times.is_known) and queue.binds(limits, begins_s, times):
+            return Wait(begins_s - LEAD_S) if times.is_known else None
+        return self._seal(queue, limits, begins_s)
+
+    def _seal(self, queue: _Queue[T], limits: Limits, begins_s: float) -> Batch[T]:
         bulk, times = queue.jobs[0].bulk, self._times_of(queue.key.residency)
         jobs = tuple(sorted(self.lines[bulk].take(queue, limits, begins_s, times), key=lambda job: job.cost))
         cost = sum(job.cost for job in jobs)
@@ -354,21 +367,20 @@ def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device
     if device.sent >= device.depth or not len(waiting):
         return None
     interactive, bulk = waiting.lines
-    begins_s = now_s + device.busy_s
     idle = device.sent == 0 and not device.more_expected
     heads = [model.head_s for line in waiting.lines if (model := line.oldest()) is not None]
     first = interactive.pick(now_s, limits, idle=idle)
     if first is None:
         second = bulk.pick(now_s, limits, idle=idle)
-        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, limits, begins_s)
+        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
     if not bulk.models:
-        return waiting.seal(first, limits, begins_s)
+        return waiting.seal(first, now_s, limits, device)
     if limits.bulk_max_overtakes == 0:  # no overtaking either way: first come, first served
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, limits, begins_s)
+        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
-        return waiting.seal(first, limits, begins_s)
-    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), limits, begins_s)
+        return waiting.seal(first, now_s, limits, device)
+    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
 
 
 def _time_cost(batch: Batch[T]) -> float:

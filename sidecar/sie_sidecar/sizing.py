@@ -8,6 +8,9 @@ full batch change nothing. A smaller batch costs all others, since each batch ha
 
 * Jobs that are x of the cost of the full batch cut at most x / 2 of its tokens a second, and so at most half of them in all.
 * A job that would be late in the smaller batch as well is not considered.
+
+A batch that is sent while another one runs waits at the device, and what arrives meanwhile waits for both. So where a budget `binds`, a
+batch is sealed no sooner than LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from sie_contracts.batch_times import BatchTimes
 
 SHARE = 0.4  # of the time that a job has left: about two batches fit into it
 MAX_LOSS = 0.5  # of the tokens a second of a full batch, where all jobs in it ask for a smaller one
+LEAD_S = 0.01  # long enough to have the next batch at the device when the one that runs ends
 UNKNOWN_S = 10.0  # a job with no more time than this asks for a small batch while nobody knows how long a full one takes
 
 
@@ -46,6 +50,15 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
     full_s = times.seconds(ends[-1])
     asking = [ask for ask in asks if SHARE * ask.budget_s < full_s and times.seconds(ask.cost) <= ask.left_s]
     return max(1, bisect_right(ends, _cost(asking, ends[-1], times))) if asking else len(asks)
+
+
+def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
+    """Whether a batch, of these jobs or as the last ones were, takes so much of the budget of any of them that it matters when it is
+    formed. While nothing is known of the model, whether any has little time."""
+    if not times.is_known:
+        return any(ask.budget_s <= UNKNOWN_S for ask in asks)
+    batch_s = max(times.mean_s, times.seconds(sum(ask.cost for ask in asks)))
+    return any(SHARE * ask.budget_s < batch_s for ask in asks)
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:

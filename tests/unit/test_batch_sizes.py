@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from inprocess import InProcess
 
 from sie_contracts.batch_times import BatchTimes
-from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Waiting, next_batch
-from sie_sidecar.sizing import MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, fitting
+from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
+from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, fitting
 
 LIMITS = Limits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")
@@ -146,8 +146,8 @@ def job(number: int, budget_s: float = 1.0, now_s: float = 0.0, *, key: BatchKey
     return Job(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
 
 
-def taken(queue: Waiting[int], now_s: float = 1.0, busy_s: float = 0.0) -> Batch[int]:
-    batch = next_batch(queue, now_s, LIMITS, Device(0, 1, 1, False, busy_s))
+def taken(queue: Waiting[int], now_s: float = 1.0) -> Batch[int]:
+    batch = next_batch(queue, now_s, LIMITS, Device(0, 1, 1, False))
     assert isinstance(batch, Batch)
     return batch
 
@@ -180,9 +180,28 @@ def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
     assert 3.5 <= len(short.jobs) / len(long.jobs) <= 5
 
 
-def test_time_until_the_batch_begins_is_not_time_that_it_has() -> None:
-    now, later = (taken(waiting([job(number, now_s=1.0) for number in range(64)]), busy_s=busy_s) for busy_s in (0.0, 0.5))
-    assert 1 < len(later.jobs) < len(now.jobs)
+def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free() -> None:
+    queue = waiting([job(number, now_s=1.0) for number in range(64)])
+    running = Device(1, 1, 2, False, 0.5)
+    assert next_batch(queue, 1.0, LIMITS, running) == Wait(1.5 - LEAD_S)
+    assert isinstance(next_batch(queue, 1.5 - LEAD_S, LIMITS, Device(1, 1, 2, False, LEAD_S)), Batch)
+    overdue = Device(1, 1, 2, False, 0.0)
+    assert isinstance(next_batch(queue, 1.6, LIMITS, overdue), Batch), "a prediction that was too short holds nobody back"
+
+
+def test_jobs_with_little_time_do_not_wait_behind_a_batch_of_which_nothing_is_known() -> None:
+    queue = waiting([job(0), job(1)], times=None)
+    assert next_batch(queue, 1.0, LIMITS, Device(1, 1, 2, False)) is None
+    assert isinstance(next_batch(queue, 1.0, LIMITS, Device(1, 2, 3, False)), Batch), "another lane is free"
+    queue = waiting([job(0, UNKNOWN_S + 1)], times=None)
+    assert isinstance(next_batch(queue, 1.0, LIMITS, Device(1, 1, 2, False)), Batch)
+
+
+def test_jobs_with_time_are_sent_ahead_of_the_device() -> None:
+    queue = waiting([job(number, 60.0, now_s=1.0) for number in range(64)])
+    batch = next_batch(queue, 1.0, LIMITS, Device(1, 1, 2, False, 0.5))
+    assert isinstance(batch, Batch)
+    assert len(batch.jobs) == 64
 
 
 def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
