@@ -74,7 +74,7 @@ async def sent(url: str, requests: Sequence[traces.Request]) -> tuple[list[float
 def measured(requests: Sequence[traces.Request], environ: dict[str, str], device: stack.Device) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         cluster, file = stack.Stack(Path(folder), stack.Plan(workers=[device], environ=environ)), Path(folder) / "trace.jsonl"
-        cluster.workers[0].sidecar._argv += ["--record-trace", str(file)]
+        cluster.workers[0].sidecar.argv += ["--record-trace", str(file)]
         with cluster:
             latency_s, lone_s = asyncio.run(sent(cluster.urls[0], requests))
         return Seen(latency_s, lone_s, traces.read(file.read_bytes().splitlines()))

@@ -49,7 +49,7 @@ class Part:
         self.lines = 0  # of its output so far
         self.starts = 0
         self.paused = False
-        self._argv = list(argv)
+        self.argv = list(argv)
         self.environ = dict(environ)  # of its next start
         self._ready = ready
         self._process: subprocess.Popen[str] | None = None
@@ -76,7 +76,7 @@ class Part:
             self.log.append(f"--- status {self._process.returncode}, started again")
         self.starts += 1
         self.paused = False
-        self._process = self._spawn([*self._argv, *once])
+        self._process = self._spawn([*self.argv, *once])
         self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
         self._reader.start()
 

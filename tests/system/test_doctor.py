@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import dataclasses
 import http.server
-import json
 import os
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 import pytest
 from click.testing import CliRunner
 from cluster import SIE, until
+from diagnosis import ADMIN, BEATS, TOKEN, Examined, environ_of, health
 from fake_adapter import toy_entry
 from inprocess import settings_of
 from nats_server import NatsServer
@@ -33,8 +32,6 @@ from sie_contracts.broker.nats.api import StreamInfo, stream_config
 from sie_contracts.topology import Lane
 from sie_gateway.queue import work_spec
 
-TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
-BEATS = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}
 PLAN = Plan(environ={"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS})
 CLUSTER = ("gateway", "broker", "streams", "config", "clock", "versions")
 AHEAD_S = 90
@@ -51,45 +48,10 @@ sie_contracts.__version__ = "{version}"
 """
 
 
-class Examined:
-    """What doctor found, by check."""
-
-    def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
-        """Status and output of a run with these settings and no others, on a machine without a `sie serve`."""
-        clean = {name: None for name in os.environ if name.startswith("SIE_")}
-        own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
-        found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env={**clean, **own})
-        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-        self.output = found.output
-        self.status = found.exit_code
-        document: dict[str, Any] = json.loads(found.stdout)
-        self.word = document["status"]
-        self.states = {each["check"]: each["state"] for each in document["checks"]}
-        self.says = {each["check"]: each["says"] for each in document["checks"]}
-        self.findings = {each["check"]: each["findings"] for each in document["checks"]}
-
-    def named(self, check: str, wrong: str, fix: str) -> None:
-        """One finding of the check says both."""
-        assert (self.status, self.states[check]) == (1, "wrong"), self.output
-        assert any(wrong in each["wrong"] and fix in each["fix"] for each in self.findings[check]), self.findings[check]
-        assert all("\n" not in text for found in self.findings.values() for each in found for text in each.values())
-
-
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("doctor") / "stack", PLAN) as made:
         yield made
-
-
-def environ_of(stack: Stack) -> dict[str, str]:
-    """The settings of the processes, of which doctor is given those of this machine."""
-    worker = stack.workers[0]
-    names = ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")
-    return {
-        "SIE_GATEWAY_URL": stack.urls[0], "SIE_NATS_URL": stack.broker_urls, "SIE_CONFIG_SERVICE_URL": stack.config_url,
-        "SIE_AUTH_TOKEN": TOKEN, "SIE_CONFIG_READ_TOKEN": READ, "SIE_GATEWAY_METRICS_PORT": stack.metrics_urls[0].rpartition(":")[2],
-        **{name: worker.sidecar.environ[name] for name in names},
-    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -146,7 +108,7 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
     adapter.kill()
     try:
         until(lambda: httpx.get(f"{stack.workers[0].url}/readyz", trust_env=False).status_code == 503, 30, "the sidecar notices")
-        until(lambda: _health(stack)["unhealthy_workers"], 30, "the gateway notices")
+        until(lambda: health(stack)["unhealthy_workers"], 30, "the gateway notices")
         found = Examined(tmp_path, environ_of(stack))
         found.named("sockets", f"{path} refuses", f"SIE_IPC_SOCKET_PATH={path}")
         found.named("gateway", "worker w0 (_default.cpu.default) is not healthy", "/readyz")
@@ -154,13 +116,7 @@ def test_an_adapter_that_is_frozen_and_one_that_is_gone_are_named(stack: Stack, 
     finally:
         adapter.start()
         stack.workers[0].sidecar.wait_ready()
-        until(lambda: not _health(stack)["unhealthy_workers"], 30, "the gateway notices")
-
-
-def _health(stack: Stack) -> dict[str, Any]:
-    answer = httpx.get(f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
-    found: dict[str, Any] = answer.json()
-    return found
+        until(lambda: not health(stack)["unhealthy_workers"], 30, "the gateway notices")
 
 
 def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_are_named(stack: Stack, tmp_path: Path) -> None:

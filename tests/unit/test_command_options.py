@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from diagnosis import commands as commands_of
+from diagnosis import templates
 
 from sie_cli import access
 from sie_cli.access import Access
@@ -73,13 +74,11 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
 
 def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> None:
     """Every command in backticks in what it may print: each name and each option of it."""
-    told: set[str] = set()
-    for module in (checks, look):
-        told |= set(re.findall(r"`(sie [a-z][^`]*)`", Path(str(module.__file__)).read_text("utf-8")))
+    told = {line for module in (checks, look) for text in templates(module) for line in commands_of(text)}
     assert {line.split()[1] for line in told} >= {"keys", "topology", "serve", "settings"}
     for line in told:
         command: click.Command = main
-        words = shlex.split(line.replace("{where}", "--url URL"))[1:]
+        words = shlex.split(line)[1:]
         while words and isinstance(command, click.Group):
             command = command.commands[words.pop(0)]
         for word in words:

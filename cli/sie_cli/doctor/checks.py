@@ -134,14 +134,14 @@ async def ports(look: Look) -> Found:
         ready, metrics = await asyncio.gather(look.get(url, "/readyz"), look.get(url, "/metrics"))
         if ready.trouble and metrics.trouble:
             if await _is_open(port):
-                findings.append(_taken(name, port))
+                findings.append(_taken(name, port, look.serve))
             elif name:
                 seen.append(f"{port} is free")
             else:
                 wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {look.data_dir}"
-                findings.append(Finding(wrong, "start `sie serve` again: it takes the place of one that was killed"))
+                findings.append(Finding(wrong, f"run `{look.serve}` again: it takes the place of one that was killed"))
         elif b"\nsie_" not in metrics.body and not metrics.body.startswith(b"sie_"):
-            findings.append(_taken(name, port))
+            findings.append(_taken(name, port, look.serve))
         elif ready.status != 200:
             reason = ready.body.decode(errors="replace").strip()[:200]
             findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", _READY_FIX))
@@ -155,10 +155,10 @@ async def ports(look: Look) -> Found:
 _READY_FIX = "mend what it names: the findings of broker, gateway and sockets say how; its log says since when"
 
 
-def _taken(name: str, port: int) -> Finding:
+def _taken(name: str, port: int, serve: str) -> Finding:
     if not name:
         wrong = f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
-        return Finding(wrong, "start `sie serve` again: it takes other ports")
+        return Finding(wrong, f"run `{serve}` again: it takes other ports")
     row = BY_NAME[name]
     return Finding(
         f"port {port}, which {name} means, is held by a program that is not SIE's",
@@ -184,18 +184,19 @@ async def gateway(look: Look) -> Found:
     findings: list[Finding] = []
     tolds = await look.gateways()
     if not look.is_given("SIE_GATEWAY_URL") and tolds[0].trouble:
-        raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): start one (`sie serve`), or say where it is: --data-dir or --url")
+        instead = f"start one (`{look.serve}`), or say where it is: --data-dir or --url"
+        raise Blind(f"no gateway at {tolds[0].url} ({tolds[0].trouble}): {instead}")
     if not look.is_given("SIE_GATEWAY_URL") and not tolds[0].is_sie:
         raise Blind(f"what answers at {tolds[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url")
     for told in tolds:
         if told.trouble:
-            fix = f"start it (`sie gateway`, `sie serve`), or give its address: --url, not {told.url}"
+            fix = f"start it (`sie gateway`, `{look.serve}`), or give its address: --url, not {told.url}"
             findings.append(Finding(f"no gateway answers at {told.url}: {told.trouble}", fix))
         elif not told.is_sie:
             fix = "end that program or start the gateway with another --port; --url says where to look"
             findings.append(Finding(f"what answers at {told.url} is no gateway of SIE", fix))
         elif told.status in _FORBIDDEN:
-            findings.append(_refused(told))
+            findings.append(_refused(told, await _at_broker(look)))
         elif told.status != 200:
             findings.append(Finding(f"{told.url}/health answers {told.status}", "read the gateway's log: this route always answers"))
     health = await look.health()
@@ -207,11 +208,22 @@ async def gateway(look: Look) -> Found:
     ), findings
 
 
-def _refused(told: Told) -> Finding:
+def _refused(told: Told, at_broker: str) -> Finding:
     return Finding(
         f"the gateway at {told.url} does not let this token read (status {told.status})",
-        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own, or one that `sie keys create NAME --scopes read` prints",
+        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own or, if it has SIE_AUTH_MODE=token, one that "
+        f"`sie keys create NAME --scopes read{at_broker}` prints",
     )
+
+
+async def _at_broker(look: Look) -> str:
+    """The options by which a command finds the broker; none where it is not known."""
+    if look.sources.get("SIE_NATS_URL") == SOURCE:
+        return f" --data-dir {shlex.quote(str(look.data_dir))}"
+    try:
+        return f" --url {public_url(await look.broker_url())}"
+    except (Absent, Blind):
+        return ""
 
 
 def _workers(health: Mapping[str, object]) -> list[Finding]:
@@ -247,7 +259,7 @@ async def broker(look: Look) -> Found:
             where = "of `sie serve` give --data-dir, else name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set SIE_NATS_PASSWORD"
             fix = f"{where}, which the chart keeps in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
-        fix = "start it (`sie serve` brings one along, in Kubernetes it is the StatefulSet of NATS), or set SIE_NATS_URL to where it is"
+        fix = f"start it (`{look.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set SIE_NATS_URL to where it is"
         return "", [Finding(f"no broker answers at {url}", fix)]
     version, has_jetstream = connection.server
     findings = []
@@ -281,8 +293,7 @@ async def streams(look: Look) -> Found:
     from sie_contracts.broker import BrokerError
 
     connection = await look.stream_broker()
-    is_local = look.sources.get("SIE_NATS_URL") == SOURCE
-    where = f"--data-dir {shlex.quote(str(look.data_dir))}" if is_local else f"--url {public_url(await look.broker_url())}"
+    where = await _at_broker(look)
     try:
         steps = await steps_at(connection, look.settings)
     except BrokerError as error:
@@ -298,7 +309,7 @@ def _of_step(step: Step, where: str) -> Finding:
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
         return Finding(wrong, step.reason if step.changes else f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is")
-    return Finding(wrong, f"`sie topology migrate --yes {where}`, with the gateways' settings")
+    return Finding(wrong, f"`sie topology migrate --yes{where}`, with the gateways' settings")
 
 
 # ---- the catalogue

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import stat
 import time
 import uuid
@@ -24,7 +25,7 @@ import msgspec
 
 from sie_cli.access import SOURCE
 from sie_cli.access import read as read_access
-from sie_cli.data_dir import sockets_folder
+from sie_cli.data_dir import default_data_dir, sockets_folder
 from sie_cli.options import GATEWAY, gateway_token
 from sie_contracts import ipc, messages, topology
 from sie_contracts.messages import ConfigEpoch, GatewayBeat, Heartbeat
@@ -129,6 +130,11 @@ class Look:
 
     def is_given(self, name: str) -> bool:
         return self.sources.get(name) in ("flag", "environment")
+
+    @property
+    def serve(self) -> str:
+        """The command that starts `sie serve` with this data directory."""
+        return "sie serve" if self.data_dir == default_data_dir().absolute() else f"sie serve --data-dir {shlex.quote(str(self.data_dir))}"
 
     def local_ports(self) -> tuple[str, ...]:
         """Addresses of metrics and probes that the `sie serve` of the data directory wrote down; none where none runs."""

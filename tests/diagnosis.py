@@ -1,0 +1,98 @@
+"""`sie doctor` under test: what it found, by check, and the commands that its remedies name."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+from click.testing import CliRunner
+from stack import Stack
+
+from sie_cli.main import main
+
+TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
+BEATS = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}
+_FILLED = {"look.serve": "sie serve", "serve": "sie serve", "at_broker": " --url URL", "where": " --url URL"}
+
+
+def commands(text: str) -> list[str]:
+    """The `sie` commands in backticks."""
+    return re.findall(r"`(sie [a-z][^`]*)`", text)
+
+
+def templates(module: ModuleType) -> Iterator[str]:
+    """Every text of a module, docstrings excluded, that names a `sie` command; `{}` stands for what is filled in."""
+    tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) in inner or id(node) in statements:
+            continue
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(_part(part) for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        if commands(text):
+            yield text
+
+
+def _part(part: ast.expr) -> str:
+    if isinstance(part, ast.FormattedValue):
+        return _FILLED.get(ast.unparse(part.value), "{}")
+    assert isinstance(part, ast.Constant)
+    return str(part.value)
+
+
+class Examined:
+    """What doctor found, by check."""
+
+    def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
+        """Status and output of a run with these settings and no others, on a machine without a `sie serve`."""
+        clean = {name: None for name in os.environ if name.startswith("SIE_")}
+        own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
+        found = CliRunner().invoke(main, ["doctor", "--json", "--data-dir", str(tmp_path / "data"), *args], env={**clean, **own})
+        assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+        self.output = found.output
+        self.status = found.exit_code
+        document: dict[str, Any] = json.loads(found.stdout)
+        self.word = document["status"]
+        self.states = {each["check"]: each["state"] for each in document["checks"]}
+        self.says = {each["check"]: each["says"] for each in document["checks"]}
+        self.findings = {each["check"]: each["findings"] for each in document["checks"]}
+
+    def told(self, check: str, wrong: str, fix: str) -> str:
+        """The remedy of the finding of the check that says both."""
+        self.named(check, wrong, fix)
+        return next(str(each["fix"]) for each in self.findings[check] if wrong in each["wrong"] and fix in each["fix"])
+
+    def named(self, check: str, wrong: str, fix: str) -> None:
+        """One finding of the check says both."""
+        assert (self.status, self.states[check]) == (1, "wrong"), self.output
+        assert any(wrong in each["wrong"] and fix in each["fix"] for each in self.findings[check]), self.findings[check]
+        assert all("\n" not in text for found in self.findings.values() for each in found for text in each.values())
+
+
+def environ_of(stack: Stack) -> dict[str, str]:
+    """The settings of the processes, of which doctor is given those of this machine."""
+    worker = stack.workers[0]
+    names = ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")
+    return {
+        "SIE_GATEWAY_URL": stack.urls[0], "SIE_NATS_URL": stack.broker_urls, "SIE_CONFIG_SERVICE_URL": stack.config_url,
+        "SIE_AUTH_TOKEN": TOKEN, "SIE_CONFIG_READ_TOKEN": READ, "SIE_GATEWAY_METRICS_PORT": stack.metrics_urls[0].rpartition(":")[2],
+        **{name: worker.sidecar.environ[name] for name in names},
+    }  # fmt: skip
+
+
+def health(stack: Stack) -> dict[str, Any]:
+    """What the gateway tells of itself."""
+    answer = httpx.get(f"{stack.urls[0]}/health", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
+    found: dict[str, Any] = answer.json()
+    return found

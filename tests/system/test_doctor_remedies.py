@@ -1,0 +1,257 @@
+"""What `sie doctor` tells people to run is run: as printed, before the fault that it is told for; then the finding is gone.
+
+Commands of Kubernetes, of package managers and of the clock are an operator's; they are not run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import SIE, Cluster, free_ports, until
+from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, environ_of, templates
+from stack import Part, Plan, Stack
+
+from sie_cli import access
+from sie_cli.doctor import checks, look
+from sie_contracts.broker.nats import NatsBroker
+from sie_contracts.broker.nats.api import StreamInfo
+
+PLAN = Plan(
+    models=(), workers=(None,), preload=False,
+    environ={"SIE_AUTH_MODE": "token", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS},
+)  # fmt: skip
+BOUND_S = 60.0
+CONFIG, GATEWAY, WORKER = "start it (`sie config`)", "start it (`sie gateway`, `sie serve", "start one: `sie sidecar` and `sie adapter`"
+LOOK = "`sie doctor` on its machine"
+KEY, STREAMS, SETTINGS = "`sie keys create NAME --scopes read", "`sie topology migrate --yes", "`sie settings` shows all"
+AGAIN, OTHER_PORTS, BROKER = "again: it takes the place of one that was killed", "again: it takes other ports", "brings one along"
+SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
+FOLLOWED = (CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
+NO_COMMAND_TO_RUN = ("`sie serve` wrote", "of `sie serve` give --data-dir", "a socket of `sie serve`", "as the one of `sie serve`")
+
+
+def ran(command: str, **environ: str) -> str:
+    """Standard output of a command that a user pastes into a shell, with these settings and no others."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SIE_")}
+    path = f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"
+    clean = {**own, "PATH": path, **environ}
+    done = subprocess.run(["bash", "-c", command], env=clean, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("remedies") / "stack", PLAN) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def ended(*parts: Part) -> Iterator[None]:
+    """These processes are gone, and run again in the end, whatever happens."""
+    for part in parts:
+        part.stop()
+    try:
+        yield
+    finally:
+        for part in parts:
+            if not part.alive:
+                part.start()
+        for part in parts:
+            part.wait_ready()
+
+
+def start(part: Part, command: str) -> None:
+    """Start the process by the command that was told, with the options and settings of its own."""
+    interpreter, sie, _, *options = part.argv
+    part.argv = [interpreter, sie, *shlex.split(command)[1:], *options]
+    part.start()
+
+
+def until_gone(found: Any, check: str) -> None:
+    """Doctor has nothing to say of it any more."""
+    until(lambda: found().findings[check] == [], BOUND_S, f"no finding of {check}")
+
+
+def test_each_text_that_names_a_command_is_followed_here() -> None:
+    told = {text for module in (checks, look) for text in templates(module)}
+    assert len(told) > len(FOLLOWED)
+    assert [text for text in told if not any(each in text for each in (*FOLLOWED, *NO_COMMAND_TO_RUN))] == []
+    assert [each for each in FOLLOWED if not any(each in text for text in told)] == []
+
+
+def test_a_config_service_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
+    with ended(stack.config):
+        (command,) = commands(Examined(tmp_path, environ_of(stack)).told("config", "no config service answers", CONFIG))
+        start(stack.config, command)
+        stack.config.wait_ready()
+    assert Examined(tmp_path, environ_of(stack)).findings["config"] == []
+
+
+def test_a_gateway_that_is_away_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
+    (gateway,) = stack.gateways
+    with ended(gateway):
+        command, _ = commands(Examined(tmp_path, environ_of(stack)).told("gateway", "no gateway answers", GATEWAY))
+        start(gateway, command)
+        gateway.wait_ready()
+    until_gone(lambda: Examined(tmp_path, environ_of(stack)), "gateway")
+
+
+def test_a_worker_where_none_is_is_started_as_told(stack: Stack, tmp_path: Path) -> None:
+    """Of a gateway that never heard of one: it goes on to list those that it knew."""
+    (worker,), (gateway,) = stack.workers, stack.gateways
+    with ended(worker.sidecar, worker.adapter):
+        with ended(gateway):
+            pass
+        sidecar, adapter = commands(Examined(tmp_path, environ_of(stack)).told("gateway", "no worker is there", WORKER))
+        start(worker.adapter, adapter)
+        start(worker.sidecar, sidecar)
+        worker.sidecar.wait_ready()
+    until_gone(lambda: Examined(tmp_path, environ_of(stack)), "gateway")
+
+
+def test_a_worker_that_is_not_healthy_is_looked_at_as_told(stack: Stack, tmp_path: Path) -> None:
+    """The command of the remedy leads to the socket; what is said of that starts the adapter, or makes the socket private again."""
+    (worker,) = stack.workers
+    environ = environ_of(stack)
+    socket = {name: environ[name] for name in ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")}
+    path = Path(socket["SIE_IPC_SOCKET_PATH"])
+    with ended(worker.adapter):
+        until(lambda: Examined(tmp_path, environ).findings["gateway"], BOUND_S, "the gateway notices")
+        (command,) = commands(Examined(tmp_path, environ).told("gateway", "is not healthy", LOOK))
+        assert command == "sie doctor"
+        fix = Examined(tmp_path, socket).told("sockets", str(path), "start the adapter again")
+        (told,) = [word for word in fix.replace(",", " ").split() if word.startswith("SIE_IPC_SOCKET_PATH=")]
+        worker.adapter.environ = {**worker.adapter.environ, **dict([told.split("=", 1)])}
+        start(worker.adapter, "sie adapter")
+        worker.adapter.wait_ready()
+    until_gone(lambda: Examined(tmp_path, environ), "gateway")
+    path.chmod(0o666)
+    fix = Examined(tmp_path, socket).told("sockets", "may be opened by other users", "chmod 600")
+    ran(fix.partition(",")[0])
+    assert Examined(tmp_path, socket).findings["sockets"] == []
+
+
+def test_a_token_that_may_not_read_is_replaced_by_a_key_that_is_made_as_told(stack: Stack, tmp_path: Path) -> None:
+    environ = environ_of(stack)
+    found = Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": "a-token-of-nobody"})
+    (command,) = commands(found.told("gateway", "does not let this token read", KEY))
+    token = ran(command.replace("NAME", "remedy")).strip()
+    until_gone(lambda: Examined(tmp_path, {**environ, "SIE_AUTH_TOKEN": token}), "gateway")
+
+
+def test_settings_that_are_wrong_are_mended_as_told(tmp_path: Path) -> None:
+    found = Examined(tmp_path, {"SIE_PRELOAD_MODEL": "x", "SIE_WHATEVER": "1", "SIE_MAX_BATCH_COST": "plenty"})
+    meant = found.told("settings", "SIE_PRELOAD_MODEL is set", SETTINGS)
+    unset = found.told("settings", "SIE_WHATEVER is set", "unset SIE_WHATEVER")
+    number = found.told("settings", "SIE_MAX_BATCH_COST", "to a whole number of at least 1")
+    name = meant.removeprefix("did you mean ").partition("?")[0]
+    assert name == "SIE_PRELOAD_MODELS"
+    assert name in ran(*commands(meant))
+    assert "SIE_WHATEVER" not in ran(*commands(unset))
+    assert number.startswith("set SIE_MAX_BATCH_COST")
+    assert Examined(tmp_path, {name: "x", "SIE_MAX_BATCH_COST": "1"}).findings["settings"] == []
+
+
+# ---- `sie serve`
+
+
+class Program(http.server.BaseHTTPRequestHandler):
+    """Somebody else's."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def holding(port: int) -> Iterator[None]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Program) as other:
+        serving = threading.Thread(target=other.serve_forever)
+        serving.start()
+        try:
+            yield
+        finally:
+            other.shutdown()
+            serving.join()
+
+
+def served(data_dir: Path, command: str) -> Cluster:
+    """What the command starts, on a port that is free."""
+    cluster = Cluster(data_dir)
+    cluster.argv = [SIE, *shlex.split(command)[1:], "--port", str(cluster.port), "--no-spare"]
+    cluster.environ = {name: value for name, value in os.environ.items() if not name.startswith("SIE_")} | BEATS
+    return cluster.start(BOUND_S)
+
+
+def killed(cluster: Cluster) -> None:
+    """As by the machine: nobody tidies up."""
+    assert cluster.process is not None
+    children = psutil.Process(cluster.process.pid).children(recursive=True)
+    cluster.process.send_signal(signal.SIGKILL)
+    cluster.process.wait(BOUND_S)
+    _, alive = psutil.wait_procs(children, timeout=BOUND_S)
+    assert not alive
+
+
+async def _alter(url: str) -> None:
+    """The stream of work as another version would have it."""
+    broker = NatsBroker("test")
+    await broker.open(url, 5.0)
+    try:
+        (config,) = [info.config for info in await broker.stream_infos() if info.config["name"] == "WORK__default"]
+        await broker.api("STREAM.UPDATE.WORK__default", {**config, "max_age": config["max_age"] - 60 * 10**9}, StreamInfo)
+    finally:
+        await broker.close()
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(240)
+def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -> None:
+    """1. Nothing runs. 2. A stream is altered, the queue may grow above the disk. 3. It was killed, and another program took a port."""
+    data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
+    found = Examined(tmp_path, {"SIE_NATS_URL": nowhere})
+    (first,) = commands(found.told("broker", "no broker answers", BROKER))
+    assert SERVE.strip("`(") in found.says["gateway"]
+    assert first == f"sie serve --data-dir {data_dir}" == commands(found.says["gateway"])[0]
+    cluster = served(data_dir, first)
+    try:
+        found = Examined(tmp_path, {})
+        assert {found.states[check] for check in ("gateway", "broker", "streams", "ports", "disk")} == {"fine"}, found.output
+
+        asyncio.run(_alter(cluster.broker_url()))
+        ran(*commands(Examined(tmp_path, {}).told("streams", "max_age is", STREAMS)))
+        assert Examined(tmp_path, {}).findings["streams"] == []
+        room = shutil.disk_usage(tmp_path)
+        assert ROOM in Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(room.total * 2)}).told("disk", "the queue may grow by", ROOM)
+        assert Examined(tmp_path, {"SIE_QUEUE_MAX_BYTES": str(64 << 20)}).findings["disk"] == []
+
+        gateway, worker = (int(url.rpartition(":")[2]) for url in cluster.access().metrics_urls)
+        killed(cluster)
+        with holding(gateway):
+            found = Examined(tmp_path, {})
+            (again,) = commands(found.told("ports", f"nothing listens on port {worker}", AGAIN))
+            (others,) = commands(found.told("ports", f"port {gateway}, which", OTHER_PORTS))
+            assert again == others == first
+            cluster = served(data_dir, again)
+            found = Examined(tmp_path, {})
+            assert {found.states[check] for check in ("gateway", "broker", "streams", "ports")} == {"fine"}, found.output
+        assert access.read(data_dir) is not None
+    finally:
+        cluster.stop()
