@@ -109,16 +109,20 @@ class Service:
         error = _error(answer)
         if not error:
             return [f"{public_url(self.url)} answered {answer.status_code}, {_ENVELOPE}: {_WRONG_URL}"]
-        lines = [str(error.get("message", ""))]
+        lines = [_field(str(error.get("message", "")))]
         faults = error.get("errors") or msgspec.json.decode(answer.content).get("errors") or []
         if len(faults) > 1:
-            lines += [f"  {each['loc']}{f' (line {line})' if (line := each.get('line')) else ''}: {each['message']}" for each in faults]
-        lines += [f"  {each['path']}: {shown(each, 'before')} -> {shown(each, 'after')}" for each in error.get("diff") or []]
+            placed = [(each, f" (line {each['line']})" if each.get("line") else "") for each in faults]
+            lines += [f"  {_field(each['loc'])}{line}: {each['message']}" for each, line in placed]
+        lines += [f"  {_field(each['path'])}: {shown(each, 'before')} -> {shown(each, 'after')}" for each in error.get("diff") or []]
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
             lines.append(f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url {service}")
         elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
-            lines.append(f"look at it with `sie models show`, then repeat with --if-match {error['revision']}")
+            is_add = method == "POST" and answer.request.url.path == MODELS
+            only = f"--if-match {error['revision']}"
+            again = f"replace it with --force; with {only} too, only if nobody changed it meanwhile" if is_add else f"repeat with {only}"
+            lines.append(f"look at it with `sie models show`, then {again}")
         elif code in _NEXT and error.get("reason") not in ("remote_code", "model_path"):  # which say themselves what to do
             lines.append(_NEXT[code])
         return lines
@@ -148,6 +152,11 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
         return {}
     error = found.get("error") if isinstance(found, dict) else None
     return error if isinstance(error, dict) else {}
+
+
+def _field(path: str) -> str:
+    """The path of a field as people write it: `$` stands for the whole document."""
+    return path.removeprefix("$.")
 
 
 def _message(answer: httpx.Response) -> str:

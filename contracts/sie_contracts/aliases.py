@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 
 from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.names import in_words
 
 if TYPE_CHECKING:
     from sie_contracts.catalogue import Catalogue, Resolved
@@ -83,8 +84,9 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     try:
         found = msgspec.convert(plain, Alias)
     except msgspec.ValidationError as error:
-        text, at, where = str(error).rpartition(" - at ")
-        raise _invalid(where.strip("`") if at else "$", text if at else str(error)) from error
+        message = in_words(str(error))
+        text, at, where = message.rpartition(" - at ")
+        raise _invalid(where.strip("`") if at else "$", text if at else message) from error
     if not 1 <= len(found.alias) <= MOST_TARGETS:
         raise _invalid("$.alias", f"expected from 1 to {MOST_TARGETS} targets, got {len(found.alias)}")
     for number, target in enumerate(found.alias):
@@ -168,8 +170,10 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
     try:
         resolved = catalogue.resolve(model)
     except SIEError as error:
-        hints = error.extras.get("suggestions") or error.extras.get("profiles") or error.extras.get("revisions") or ()
+        hints = error.extras.get("suggestions") or error.extras.get("revisions") or ()
         hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows what is there"
+        if error.extras.get("profiles"):  # the message names them
+            hint = ""
         raise _invalid(loc, f"{error.message}{hint}") from error
     if resolved.alias:
         raise _invalid(loc, f"{model[:200]!r} is an alias, and an alias names models: name {resolved.canonical!r}")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.names import in_words
 
 DEFAULT = "default"
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as SIE_BUNDLE takes it
@@ -40,8 +41,9 @@ def parse_bundle(raw: object) -> Bundle:
     try:
         bundle = msgspec.convert(raw, Bundle)
     except msgspec.ValidationError as error:
-        message, at, loc = str(error).rpartition(" - at ")
-        raise _invalid(loc.strip("`") if at else "$", message if at else str(error)) from error
+        message = in_words(str(error))
+        text, at, loc = message.rpartition(" - at ")
+        raise _invalid(loc.strip("`") if at else "$", text if at else message) from error
     if not BUNDLE_ID.fullmatch(bundle.id):
         raise _invalid("$.id", f"expected at most 63 small letters, digits, `.`, `_` and `-`, got {bundle.id[:100]!r}")
     for number, requirement in enumerate(bundle.requires):

@@ -24,7 +24,7 @@ from sie_contracts import muvera
 from sie_contracts.aliases import Alias, choose, is_alias, parse_alias
 from sie_contracts.bundles import Bundle
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
-from sie_contracts.names import Names
+from sie_contracts.names import Names, in_words
 
 Precision = Literal["float32", "float16", "bfloat16"]
 Pooling = Literal["cls", "mean", "last", "weighted", ""]
@@ -187,7 +187,7 @@ def parse_entry(raw: object) -> ModelEntry:
     try:
         entry = msgspec.convert(raw, ModelEntry)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise _invalid(in_words(str(error))) from error
     _check_id(entry.id)
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
         raise _invalid("one of hub, package, path is needed - at `$.weights`")

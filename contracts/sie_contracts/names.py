@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,6 +23,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """What a message about an unknown field ends with: the one of `known` that is most like its name; nothing if none is like it."""
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(known), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
+
+
+_TYPES = {
+    "str": ("a string",), "int": ("a whole number",), "float": ("a number",), "bool": ("true", "false"), "array": ("a list",),
+    "object": ("a map",),
+}  # fmt: skip
+_EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
+
+
+def in_words(message: str) -> str:
+    """A message of msgspec about a type, in the words of all others: "expected a string or null, got a whole number"."""
+    return _EXPECTED.sub(lambda found: f"expected {_kinds(found[1])}" + (f", got {_kinds(found[2])}" if found[2] else ""), message)
+
+
+def _kinds(types: str) -> str:
+    *first, last = (word for each in types.split(" | ") for word in _TYPES.get(each, (each,)))
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 class Names:

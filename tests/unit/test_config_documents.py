@@ -91,17 +91,17 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "loc", "line", "says"),
     [
-        ("dense: 384", "dense: many", "$.outputs.dense", 5, "int"),
+        ("dense: 384", "dense: many", "$.outputs.dense", 5, "expected a whole number, got a string"),
         ("pooling: mean", "pooling: max", "$.run.pooling", 8, "max"),
         ("pooling: mean", "poling: mean", "$.run.poling", 8, "unknown field"),
         ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13, "unknown field"),
-        ("normalize: false", "normalize: maybe", "$.profiles.v1.5.run.normalize", 13, "bool"),
+        ("normalize: false", "normalize: maybe", "$.profiles.v1.5.run.normalize", 13, "expected true, false or null, got a string"),
         ("max_tokens: 128", "max_tokens: 0", "$.max_tokens", 6, "at least 1"),
         ("  dense: 384", "  dens: 384", "$.outputs.dens", 5, "no such output"),
         ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "unknown profile"),
         ("id: org/name", "id: ../name", "$.id", 1, "form"),
         ("family: text-encoder\n", "", "$", 1, "family"),
-        ("run:\n  pooling: mean", "run: [1]", "$.run", 7, "object"),
+        ("run:\n  pooling: mean", "run: [1]", "$.run", 7, "expected a map, got a list"),
         ("max_tokens: 128", "max_tokens: 128\nmax_tokens: 256", "$", 7, "twice"),
         ("max_tokens: 128", "max_tokens: &a 128\nx: *a", "$", 6, "alias"),
         ("max_tokens: 128", "max_tokens: [128", "$", 7, "not YAML"),
@@ -118,7 +118,7 @@ def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line
 
 @pytest.mark.parametrize(
     ("body", "loc", "says"),
-    [('{"id": 3}', "$.id", "str"), ("[]", "$", "object"), ('{"id": ', "$", "not valid JSON"), ("[" * 100_000, "$", "")],
+    [('{"id": 3}', "$.id", "a string"), ("[]", "$", "a map"), ('{"id": ', "$", "not valid JSON"), ("[" * 100_000, "$", "")],
 )
 def test_a_fault_of_json_names_its_field(body: str, loc: str, says: str) -> None:
     found = fault(body, "application/json")

@@ -95,7 +95,7 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("id: org/a\nweights: 3\n", r"^new/a\.yaml: \$\.weights \(line 2\): Expected `object`, got `int`"),
+        ("id: org/a\nweights: 3\n", r"^new/a\.yaml: \$\.weights \(line 2\): expected a map, got a whole number"),
         ("{", r"^new/a\.yaml: "),
         ("", r"^new/a\.yaml: "),
         ("#" * (MAX_FILE_BYTES + 10), rf"^new/a\.yaml: \$: expected at most {MAX_FILE_BYTES} bytes, got {MAX_FILE_BYTES + 1}"),

@@ -85,7 +85,7 @@ def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"x.yaml": ENTRY.format("org/x", "many")}, "x.yaml: $.max_tokens (line 5): Expected `int`, got `str`"),
+        ({"x.yaml": ENTRY.format("org/x", "many")}, "x.yaml: $.max_tokens (line 5): expected a whole number, got a string"),
         ({"x.yaml": ENTRY.format("org/x", 8) + "poling: mean\n"}, "x.yaml: $.poling (line 6): unknown field; did you mean"),
         ({"x.yaml": ENTRY.format("org/x", 8) + "pooling: mean\n"}, "x.yaml: $.pooling (line 6): unknown field; did you mean `run"),
         ({"x.yaml": "id: [\n"}, "x.yaml: $ (line 2): not YAML"),
