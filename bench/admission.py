@@ -10,6 +10,8 @@ again when they are told to, to any of the gateways. The clock is virtual, so th
 * struck: late as well, but accepted before the stall or the slow-down, or within one usual batch after it; or refused when the device had
   stood still for as long as the budget, and the stall ended in time: nobody could know. Neither in `late` nor in `false`, of all requests;
 * served: let in and answered in time, of those who came again at their Retry-After;
+* told before: the same of those who were told to come again before the stall or the slow-down could be known (a usual batch after a stall
+  began, two slow batches after the device became slow) and whom it met. They are not in `served`: nobody could foresee it;
 * goodput: answers in time of the capacity, after the onset, where requests come at ten times that.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a full batch: a request
@@ -100,6 +102,7 @@ class Cell(NamedTuple):
     steady: tuple[int, int]
     onset: tuple[int, int]
     served: tuple[int, int]
+    unforeseen: tuple[int, int]
     goodput: float | None
 
 
@@ -107,7 +110,8 @@ def run(case: Case, rule: str) -> Cell:
     report = World(case, RULES[rule]).run()
     return Cell(
         len(report.tries), len(report.of("refused")), len(report.of("shed")), report.false, report.lost(), report.late(onset=False),
-        report.late(onset=True), report.returns(), report.goodput() if case.load == "open" else None,
+        report.late(onset=True), report.returns(), report.returns(foreseen=False),
+        report.goodput() if case.load == "open" else None,
     )  # fmt: skip
 
 
@@ -120,7 +124,7 @@ def _row(cells: list[Cell]) -> str:
     return (
         f"{len(cells)} | {tries} | {refused} | {shed} | {sum(cell.false for cell in cells) / tries:.2%} | "
         f"{_share([cell.steady for cell in cells])} | {_share([cell.onset for cell in cells])} | {struck} | "
-        f"{_share([cell.served for cell in cells])} | {good} |"
+        f"{_share([cell.served for cell in cells])} | {_share([cell.unforeseen for cell in cells])} | {good} |"
     )
 
 
@@ -161,8 +165,9 @@ def main() -> None:
     say(f"a {_ms(matrix.batch_s)} ms for each batch, b {_us(matrix.token_s)} us for each token, {matrix.clients} clients, budgets of")
     say(f"{matrix.budget_s} s, {matrix.tokens} tokens{' (lognormal, sigma 0.6)' if matrix.tokens >= 16 else ''}; at ten times the capacity")
     say(f"{matrix.workers} workers, 1 and 2 gateways. What the columns mean is said in the file itself.\n")
-    say("| load | rule | cells | requests | refused | later | false | late, steady | late, onset | struck | served | goodput |")
-    say("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    measures = "requests | refused | later | false | late, steady | late, onset | struck | served | told before | goodput"
+    say(f"| load | rule | cells | {measures} |")
+    say("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for (kind, rule), cells in sorted(groups.items()):
         say(f"| {kind} | {rule} | {_row(cells)}")
     _say_impossible(say, [case for case in cases if not case.is_possible])

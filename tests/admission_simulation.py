@@ -42,6 +42,7 @@ LATE_S = 0.25  # by which a worker still begins what is late
 SPARE = 0.1  # of a budget
 BEAT_S = 1.0
 STALL_S, SLOWER = 6.0, 10.0
+SEEN = 2  # slow batches after which a slow-down can be known: one alone may be a stall
 BATCHES = 2.0  # that must fit into a budget: the one that runs when a request comes, and its own
 
 
@@ -101,6 +102,7 @@ class Try:
     outcome: str = ""  # answered, late, refused, shed
     would_s: float = math.inf  # what it would have taken, of one that was refused
     retry_s: int = 0
+    told_s: float = -math.inf  # when it was told to come, of one that comes again
 
 
 @dataclass
@@ -113,6 +115,8 @@ class Report:
     phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
     stall: tuple[float, float] = (math.inf, math.inf)
     struck: tuple[float, float] = (math.inf, math.inf)  # from, until: who came then could not know of the stall or the slow-down
+    begun_s: float = math.inf  # the stall, or the slow-down
+    known_s: float = math.inf  # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
 
     def is_onset(self, at_s: float) -> bool:
         return any(begin_s <= at_s < end_s for begin_s, end_s in self.phases)
@@ -151,10 +155,14 @@ class Report:
     def _accepted(self) -> list[Try]:
         return [each for each in self.tries if each.outcome in ("answered", "late", "shed")]
 
-    def returns(self) -> tuple[int, int]:
-        """Those that were let in, of those that came again when they were told to."""
-        found = [each for each in self.tries if each.is_return and each.outcome]
-        return sum(each.outcome in ("answered",) for each in found), len(found)
+    def returns(self, *, foreseen: bool = True) -> tuple[int, int]:
+        """Those that were answered in time, of those that came again when they were told to. Not `foreseen`: of those only that were told
+        before the stall or the slow-down could be known, and that it met."""
+        found = [each for each in self.tries if each.is_return and each.outcome and self._is_foreseen(each) == foreseen]
+        return sum(each.outcome == "answered" for each in found), len(found)
+
+    def _is_foreseen(self, one: Try) -> bool:
+        return one.end_s < self.begun_s or one.told_s > self.known_s
 
     def goodput(self) -> float:
         """Answers in time over what the device can do, from the end of the first onset on."""
@@ -203,6 +211,7 @@ class Device:
 
     def ran(self, batch: list[Job], tokens: int, seconds: float, name: str) -> None:
         world = self.world
+        world.see_slow(world.now_s - seconds)
         self.times.note(tokens, seconds)
         world.busy_s += seconds
         self.running = None
@@ -273,6 +282,7 @@ class World:
         self.entered_tokens = 0
         self.stops: list[tuple[float, float, float]] = []  # from, until, how many times as slow; infinite for a stall
         self.report = Report(case)
+        self.slow_batches = 0
         settings = settings_of(SIE_HEARTBEAT_TIMEOUT_MS="100000000")
         self.gateways = []
         for number in range(case.gateways):
@@ -312,6 +322,14 @@ class World:
                 now_s = until_s
         return now_s + work_s
 
+    def see_slow(self, begun_s: float) -> None:
+        """A batch has ended that began then."""
+        report = self.report
+        if report.case.start == "slow" and begun_s >= report.begun_s:
+            self.slow_batches += 1
+            if self.slow_batches == SEEN:
+                report.known_s = self.now_s + WAY_S
+
     def announce(self, one: Admission) -> None:
         """What a gateway tells the others reaches them a way later."""
         beat = messages.decode_gateway(messages.encode(one.peers.beat()))
@@ -344,10 +362,12 @@ class World:
 
     # ---- clients
 
-    def ask(self, client: int, *, is_return: bool = False, token: bytes = b"", then: Callable[[Try], None]) -> None:
+    def ask(
+        self, client: int, *, is_return: bool = False, token: bytes = b"", told_s: float = -math.inf, then: Callable[[Try], None]
+    ) -> None:  # fmt: skip
         case = self.case
         tokens = case.tokens if case.tokens < 16 else max(3, int(self.random.lognormvariate(math.log(case.tokens), 0.6)))
-        one = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return)
+        one = Try(self.now_s, tokens, self.now_s + case.budget_s, client, is_return, told_s=told_s)
         self.report.tries.append(one)
         gateway = self.random.randrange(case.gateways)
         admission = self.gateways[gateway][0]
@@ -439,8 +459,8 @@ class World:
                 if self.now_s >= end_s or over:
                     return
                 if one.outcome in ("refused", "shed"):
-                    ready_s = self.now_s + one.retry_s + self.random.uniform(0.001, 0.02)
-                    self.at(ready_s, lambda: self.ask(client, is_return=True, token=b"%d" % client, then=then))
+                    ready_s, told_s = self.now_s + one.retry_s + self.random.uniform(0.001, 0.02), self.now_s
+                    self.at(ready_s, lambda: self.ask(client, is_return=True, token=b"%d" % client, told_s=told_s, then=then))
                 elif case.load == "closed":
                     self.at(self.now_s + self.random.uniform(0.0, 0.002), lambda: self.ask(client, token=b"%d" % client, then=then))
 
@@ -474,6 +494,9 @@ class World:
                     self.stops = [(self.now_s, math.inf, SLOWER)]
                     report.phases.append((self.now_s - case.budget_s, self.now_s + onset_s + 10 * SLOWER * full_s))
                 report.struck = self.now_s - case.budget_s, self.now_s + full_s
+                report.begun_s = self.now_s
+                if case.start == "stall":
+                    report.known_s = self.now_s + full_s
             if due_s > end_s + 2 * case.budget_s:
                 break
             self.now_s = max(self.now_s, due_s)

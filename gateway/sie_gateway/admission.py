@@ -170,7 +170,7 @@ class Admission:
         return max(self._settings.max_concurrent_requests * mean, window.stretch() * sum(host.credit_cost for host in place.hosts))
 
     def _late(self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]) -> QueueFull:
-        retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s)
+        retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = f"about {refusal.wait_s:.1f} s of work is ahead, {budget_s:.1f} s are left"
         if refusal.is_stalled:
             message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"

@@ -17,6 +17,8 @@ from typing import NamedTuple
 LEAST_SAMPLES, LEAST_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
 MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
+CHANGED = 2.0  # times as long, or as short, as any fixed and any token part allow beside a batch before
+CHANGED_SAMPLES = 2  # for each lane, in a row, beyond that: the device has become slower or faster, what came before says nothing any more
 OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
 MAX_EVIDENCE = 64
 STALL_S, UNKNOWN_STALL_S = 0.25, 5.0  # without a result for so long the queue may stand still; the second before any sample
@@ -70,6 +72,20 @@ class _Batch:
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s
         return min(self.at_s - self.queued_s, self.device_s / lanes)
+
+
+def _is_changed(before: _Batch, newest: list[_Batch]) -> bool:
+    """Whether all of the newest were slower, or all were faster, than a device can be that took so long for the batch before."""
+    odd = [_oddness(before, batch) for batch in newest]
+    return min(odd) > CHANGED or max(odd) * CHANGED < 1
+
+
+def _oddness(before: _Batch, batch: _Batch) -> float:
+    """How many times as long as possible a batch took beside one before it: n times the tokens take between once and n times as long."""
+    if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
+        return 1.0
+    size, times = batch.tokens / before.tokens, batch.device_s / before.device_s
+    return max(1.0, times / max(1.0, size)) * min(1.0, times / min(1.0, size))
 
 
 class _Sample(NamedTuple):
@@ -138,6 +154,7 @@ class Drain:
     def _samples(self, now_s: float) -> list[_Sample]:
         """The last batches that count, the newest first."""
         found: list[_Sample] = []
+        newest: list[_Batch] = []
         span_s = 0.0
         for batch in reversed(self._batches):
             age_s, seconds = now_s - batch.at_s, batch.seconds(self._lanes)
@@ -148,6 +165,10 @@ class Drain:
             if len(found) >= LEAST_SAMPLES * self._lanes and span_s >= LEAST_SPAN_S:
                 break
             if batch.is_sample:
+                if len(newest) < CHANGED_SAMPLES * self._lanes:
+                    newest.append(batch)
+                elif _is_changed(batch, newest):
+                    break
                 found.append(_Sample(batch.tokens, seconds, batch.is_crowded, batch.left_work))
                 span_s += seconds
         return found

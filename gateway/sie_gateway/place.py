@@ -29,8 +29,9 @@ from sie_gateway.window import Bound, Ticket, Window
 MARGIN = 1.1  # on the time that a request is expected to take
 DOUBT, FLOOR_DOUBT = 1.0, 2.0  # samples after which half of an expected wait is believed, above the floor of work and up to it
 BUSY_BATCHES = 1.5  # of wait, beside those that run and the turns that are due at once: let in, so that the workers have no pause
-TURN_PACE = 0.6  # of what leaves the queue: the part that turns are given for; clients without one have the rest
-BUNCH = 0.4  # of a budget: work of clients that come at once, as those of one second do, Retry-After being in whole seconds
+TURN_PACE = 0.4  # of what leaves the queue: the part that turns are given for; clients without one have the rest
+BUNCH = 0.4  # of what a batch leaves of a budget: work of clients that come at once, as those of one second do by their Retry-After
+MIN_BUNCH = 0.1  # of a budget: at least so much
 STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
 RESTART_S = 10.0  # at least: in this time an adapter that ended is started and its model is loaded
 
@@ -48,10 +49,11 @@ class _Other(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """`wait_s` is expected, `turn_s` is when there will be room for this request."""
+    """`wait_s` is expected, `turn_s` is when there will be room for this request, `room` the cost of all that may come in a second."""
 
     wait_s: float
     turn_s: float
+    room: float
     is_stalled: bool
 
 
@@ -227,13 +229,14 @@ class Place:
                 return None
             if believed * self.wait(now_s, ahead, cost, budget_s, self.turns.due(now_s, budget_s)).likely_s <= budget_s:
                 return None
-        return self._refusal(wait, self.everywhere(now_s, ahead)[0] + (promised + cost) / _pace(budget_s))
+        return self._refusal(wait, self.everywhere(now_s, ahead)[0] + cost, budget_s)
 
-    def _refusal(self, wait: Wait, ahead: float) -> Refusal:
+    def _refusal(self, wait: Wait, ahead: float, budget_s: float) -> Refusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
-        return Refusal(wait.likely_s + wait.stalled_s, turn_s, bool(wait.stalled_s))
+        room = wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
+        return Refusal(wait.likely_s + wait.stalled_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
         """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of the wait when they
@@ -274,7 +277,7 @@ class Place:
         gone = sum(entered.cost for entered, _ in late)
         stays, _ = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
         for entered, wait in late:
-            yield entered, self._refusal(wait, stays + (self.turns.promised(now_s) + entered.cost) / _pace(entered.budget_s))
+            yield entered, self._refusal(wait, stays + entered.cost, entered.budget_s)
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
@@ -290,9 +293,10 @@ class Place:
                 mine = most
 
 
-def _pace(budget_s: float) -> float:
-    """The part of what leaves the queue that turns are given for."""
-    return min(TURN_PACE, BUNCH * budget_s)
+def _bunch_s(budget_s: float, batch_s: float) -> float:
+    """How much work, in seconds of what leaves the queue, may come again within a second: a part of what a batch that runs leaves of the
+    budget."""
+    return max(MIN_BUNCH * budget_s, min(TURN_PACE, BUNCH * (budget_s - batch_s)))
 
 
 def _lanes(host: Heartbeat) -> int:

@@ -23,7 +23,10 @@ MAX_TURNS = 16_384
 MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
 GRACE_S, GRACE_SHARE = 2.0, 0.3  # how much later than told a client may come, and by which share of its wait earlier or later
 SLOT_S = 0.25  # turns that are due are counted by slots
+SLOTS = 4  # of a second
+OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # in which turns may be that are past and have not lapsed
 RECENT_ANSWERS = 64
+CRUMB = 1e-6  # of a cost: what is left of sums of others
 MEMORY = 0.02  # of the share of clients that come again
 
 
@@ -74,16 +77,43 @@ class Turns:
         last = math.floor(min(now_s + within_s, now_s + MAX_RETRY_S + 1) / SLOT_S)
         return self._shown * sum(cost for slot, cost in self._by_slot.items() if slot <= last)
 
-    def book(self, now_s: float, client: bytes, cost: float, wait_s: float) -> int:
-        """The Retry-After of a client whose turn comes in `wait_s`: whole seconds, rounded up or down at random so that clients of the
-        same moment are spread. No turn is kept of one that would wait longer than MAX_RETRY_S."""
-        jittered = int(wait_s + _uniform(0, 1))
+    def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
+        """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down at random, or
+        the first later one at which there is room. `room` is the cost of all turns that may be due within a second. No turn is kept of one
+        that would wait longer than MAX_RETRY_S."""
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
-        retry_s = max(1, jittered)
+        self.promised(now_s)
+        retry_s = self._with_room(now_s, max(1, int(wait_s + _uniform(0, 1))), cost, room)
+        if retry_s > MAX_RETRY_S:
+            return int(MAX_RETRY_S * _uniform(0.8, 1.0))
         if client and self._add(now_s, client, retry_s, cost):
             self._booked.append((client, now_s + retry_s, cost))
         return retry_s
+
+    def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
+        """The first from `retry_s` on that has room for this cost beside the turns within a second of it, or that has no such turn. Turns
+        that are due before `retry_s` count as well, in case they were given at a higher rate: `room` of them is done in each later second.
+        More than MAX_RETRY_S if there is none."""
+        if room == math.inf:
+            return retry_s
+        if self._open * self._shown > MAX_RETRY_S * room > 0:
+            return MAX_RETRY_S + 1
+        slot, get, shown = math.floor(now_s / SLOT_S), self._by_slot.get, self._shown
+        behind = shown * sum(get(each, 0.0) for each in range(slot - OVERDUE_SLOTS, slot + retry_s * SLOTS))
+        while retry_s <= MAX_RETRY_S and (behind > room or self._is_full(now_s + retry_s, max(0.0, room - cost))):
+            first = slot + retry_s * SLOTS
+            behind = max(0.0, behind + shown * sum(get(each, 0.0) for each in range(first, first + SLOTS)) - room)
+            retry_s += 1
+        return retry_s
+
+    def _is_full(self, due_s: float, room: float) -> bool:
+        """Whether more than `room` is due within any one second that has `due_s` in it."""
+        slot, get, most = math.floor(due_s / SLOT_S), self._by_slot.get, room / self._shown if self._shown else math.inf
+        if get(slot, 0.0) > most:
+            return True
+        costs = [get(each, 0.0) for each in range(slot - SLOTS + 1, slot + SLOTS)]
+        return any(sum(costs[first : first + SLOTS]) > most for first in range(SLOTS))
 
     def _add(self, now_s: float, client: bytes, retry_s: float, cost: float) -> bool:
         self.promised(now_s)
@@ -141,9 +171,9 @@ class Turns:
         turn.is_open = False
         self._open = max(0.0, self._open - turn.cost)
         slot = math.floor(turn.due_s / SLOT_S)
-        self._by_slot[slot] -= turn.cost
-        if self._by_slot[slot] <= 1e-9:
-            del self._by_slot[slot]
+        left = self._by_slot.pop(slot, 0.0) - turn.cost
+        if left > CRUMB:
+            self._by_slot[slot] = left
         self._shown += MEMORY * (came - self._shown)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from admission_simulation import Before, Case, Report, World
+from admission_simulation import SLOWER, Before, Case, Report, Try, World
 
 from sie_gateway.admission import Admission
 
@@ -48,6 +50,21 @@ def test_above_capacity_the_device_stays_busy_with_what_is_answered_in_time(case
     assert served >= 0.8 * came
 
 
+BUNCHES = (
+    Case(0.01, 2e-3, 500, 1, requests=2000),
+    Case(0.04, 7e-4, 250, 1.5, "slow", tokens=24, batch_items=32, seconds=60, requests=2000, seed=77),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BUNCHES, ids=str)
+def test_hundreds_that_are_refused_at_once_are_served_when_they_were_told_to_come(case: Case) -> None:
+    """With a budget of a second, and on a device that became ten times slower."""
+    report = World(case).run()
+    served, came = report.returns()
+    assert came > 100
+    assert served >= 0.8 * came
+
+
 def test_the_rule_before_refuses_what_can_be_answered() -> None:
     case = Case(0.1, 2e-3, 500, 10, "cold", requests=1200, seconds=60)
     before, now = World(case, Before).run(), World(case, Admission).run()
@@ -59,3 +76,17 @@ def test_a_run_is_the_same_each_time() -> None:
     case = Case(0.1, 2e-3, 300, 1, requests=600)
     one, other = ([(each.at_s, each.outcome, each.retry_s) for each in World(case).run().tries] for _ in range(2))
     assert one == other
+
+
+def test_a_turn_that_was_told_before_the_device_became_slow_is_counted_apart() -> None:
+    report = Report(Case(0.1, 2e-3, 1, 1, "slow"), begun_s=10.0, known_s=14.0)
+    told = ((1.0, 5.0, "answered"), (1.0, 12.0, "refused"), (9.0, 13.0, "answered"), (13.0, 20.0, "late"), (15.0, 20.0, "answered"))
+    report.tries = [Try(end_s - 1, 8, end_s, 0, True, end_s, outcome, told_s=told_s) for told_s, end_s, outcome in told]
+    assert report.returns() == (2, 2)
+    assert report.returns(foreseen=False) == (1, 3)
+
+
+def test_a_slow_down_can_be_known_after_two_slow_batches() -> None:
+    report = World(FULL[-1]).run()
+    assert report.begun_s + 2 * report.case.batch_s * SLOWER < report.known_s < report.begun_s + 4 * report.case.full_s(SLOWER)
+    assert World(FULL[0]).run().begun_s == math.inf

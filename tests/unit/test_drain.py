@@ -74,6 +74,27 @@ def test_one_stall_says_nothing_of_the_next_batch_and_two_slow_batches_do() -> N
     assert wait(slow, 6.95, 512).likely_s > 1.5
 
 
+def test_of_a_device_that_became_slower_only_what_it_takes_now_counts() -> None:
+    """Two batches of five seconds after many of half a second: the older ones say nothing any more."""
+    found = drain(*((0.5 * number, 512.0, -1.0) for number in range(8)), crowded=True, device_s=0.5)
+    for number in range(2):
+        found.left(8.5 + 5 * number, f"slow {number}", 512, -1.0, is_crowded=True, device_s=5.0)
+    assert found.rate(14.9) == pytest.approx(512 / 5)
+    for number in range(2):
+        found.left(15.0 + 0.5 * number, f"quick {number}", 512, -1.0, is_crowded=True, device_s=0.5)
+    assert found.rate(15.9) > 3 * 512 / 5
+
+
+def test_batches_of_other_sizes_are_no_change_of_the_device() -> None:
+    """A batch of 64 times the tokens may take 64 times as long: all of them count."""
+    found = drain(*((0.1 * number, 8.0, -1.0) for number in range(8)), device_s=0.1)
+    for number in range(2):
+        found.left(1.1 + 0.4 * number, f"full {number}", 512, -1.0, is_crowded=False, device_s=0.4)
+    known = found.batch(1.9)
+    assert known is not None
+    assert known.tokens < 512
+
+
 def test_a_queue_that_stands_still_is_seen() -> None:
     found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
     assert wait(found, 1.0, 512).stalled_s == 0
@@ -135,6 +156,51 @@ def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
     each_second = [told.count(second) for second in range(4, 22)]
     assert max(each_second) <= 40
     assert turns.promised(0.0) == 2000
+
+
+def most_within_a_second(due: list[float]) -> int:
+    return max(sum(start <= each < start + 1 for each in due) for start in due)
+
+
+def test_no_second_has_more_turns_than_it_has_room_for() -> None:
+    """At any moment of a second: who is refused half a second later is told a whole number of seconds as well."""
+    random.seed(5)
+    turns = Turns()
+    due = []
+    for number in range(200):
+        now_s = number // 50 / 4
+        due.append(now_s + turns.book(now_s, b"%d" % number, 5, 3.0, room=50))
+    assert most_within_a_second(due) <= 10
+    assert min(due) < 4
+    assert max(due) <= 3 + 2 + 200 / 10 / 0.6  # the seconds are filled
+
+
+def test_turns_that_were_given_at_a_higher_rate_come_before_those_at_a_lower_one() -> None:
+    """A hundred are due within two seconds when the device turns out to do ten a second."""
+    turns = Turns()
+    for number in range(100):
+        turns.book(0.0, b"%d" % number, 1, 2.0, room=50)
+    assert 9 <= turns.book(0.0, b"next", 1, 5.0, room=10) <= 16
+
+
+def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
+    turns = Turns()
+    due = sorted(turns.book(0.0, b"%d" % number, 80, 1.0, room=50) for number in range(5))
+    assert len(set(due)) == 5
+    assert due[-1] < 20
+    assert turns.book(0.0, b"x", 80, 1.0, room=0.0) > 0
+
+
+def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
+    """They come from other gateways."""
+    turns = Turns()
+    turns.heard(0.0, [Turn(b"%d" % number, 3.0 + number % 3, 1e9 if number == 7 else 0.1 * number + 1e-9) for number in range(50)], ())
+    turns.heard(1.0, (), [b"%d" % number for number in range(50)])
+    assert not turns._by_slot
+    assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)
+    turns._add(1.0, b"x", 5, 2.0)
+    turns._by_slot.clear()  # what a sum of floats may come to
+    assert turns.claim(6.0, b"x")
 
 
 def test_a_turn_is_its_clients_once_and_lapses() -> None:
