@@ -28,7 +28,7 @@ class Item:
     """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32 [tokens, width].
 
     `pair` is the second text of a pair. Without any of them the item holds nothing that a model of texts can use; `instead` says then
-    what field it has in their place.
+    what field it has in their place. `unknown`: its fields that mean nothing.
     """
 
     text: str | None
@@ -39,6 +39,7 @@ class Item:
     pair: str | None = None
     vectors: arrays.Array | None = None
     instead: str = ""
+    unknown: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -121,7 +122,20 @@ def _item(value: Any, path: str) -> Item:
     used = tuple(modality for key, modality in _MODALITIES.items() if (given := value.get(key)) is not None and not _is_unset(given))
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
-    return Item(text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead)
+    unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MOST_KEY] for key in value if key not in _ITEM)[:MOST_KEYS]
+    return Item(text, _optional_text(value, "id", path), metadata, used, vectors=vectors, instead=instead, unknown=unknown)
+
+
+def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
+    """What is told of fields of inputs whose names are nearly right, each name once. Any other is the client's own, and nothing is said."""
+    places = itertools.chain((("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items)))
+    found: dict[str, str] = {}
+    for path, item in places:
+        for name in item.unknown:
+            if name not in found and len(found) < MOST_KEYS:
+                meant = did_you_mean(name, _ITEM)
+                found[name] = f"{path}.{name}: ignored, an item has no such field{meant}" if meant else ""
+    return tuple(filter(None, found.values()))
 
 
 def _is_unset(value: Any) -> bool:

@@ -105,3 +105,20 @@ def test_only_what_is_like_a_name_was_meant() -> None:
     names = {"items", "query", "params"}
     assert [did_you_mean(name, names) for name in ("x" * 100_000, "", "texts")] == ["", "", ""]
     assert did_you_mean("PARAM", names) == "; did you mean `params`?"
+
+
+@pytest.mark.parametrize("encoder", [msgspec.json, msgspec.msgpack])
+async def test_a_misspelt_field_of_an_item_and_another_model_are_told(gateway: GatewayProcess, encoder: Any) -> None:
+    """A field that is like none of ours is the client's own."""
+    body = {"model": "toy/score", "items": [{"text": "a"}, {"text": "b", "foo": 1, "metdata": {}}, {"text": "c", "foo": 2}]}
+    kind = "application/msgpack" if encoder is msgspec.msgpack else "application/json"
+    headers = {"content-type": kind, "accept": "application/json"}
+    answer = await gateway.client.post(f"/v1/encode/{ONE}", content=encoder.encode(body), headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["warnings"] == [
+        "items[1].metdata: ignored, an item has no such field; did you mean `metadata`?",
+        "model: ignored, the path names the model",
+    ]
+    plain = {"model": ONE, "items": [{"text": "a", "id": "x"}]}
+    answer = await gateway.client.post(f"/v1/encode/{ONE}", content=encoder.encode(plain), headers=headers)
+    assert "warnings" not in answer.json()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -26,6 +28,9 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.wanted(call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode")
     understood = inference.understand(call, Asked(operation, call.resolved, items, body, query))
+    if told := (*bodies.ignored(items, query), *_other_model(body, call.resolved.requested)):
+        options = replace(understood.options, warnings=(*understood.options.warnings, *told))
+        understood = replace(understood, options=options)
     if format_ == "raw":
         check_raw(understood.options.run)
     finished = await inference.execute(call, understood)
@@ -33,6 +38,14 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
         return raw_answer(call, finished, "items")
     finished.check()
     return arrow_answer(call, finished) if format_ == "arrow" else _answer(call, finished, msgpack=format_ == "msgpack")
+
+
+def _other_model(body: Mapping[str, Any], requested: str) -> tuple[str, ...]:
+    """What is told of a body that names another model than the path."""
+    named = body.get("model")
+    if named is None or (isinstance(named, str) and named.rpartition(":/")[2].casefold() == requested.casefold()):
+        return ()
+    return ("model: ignored, the path names the model",)
 
 
 encode = functools.partial(infer, "encode")
