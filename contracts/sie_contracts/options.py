@@ -117,7 +117,7 @@ def describe(value: object) -> str:
     """A value in an error message: numbers and booleans as they are, anything that may hold a client's text by its type alone."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
-    return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)
+    return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None
     if found is None:
         return None
     if not isinstance(found, str):
-        raise InvalidInput(f"{path}.{name}: expected str or null, got {describe(found)}", reason="schema", param=f"{path}.{name}")
+        raise InvalidInput(f"{path}.{name}: expected a string or null, got {describe(found)}", reason="schema", param=f"{path}.{name}")
     return utf8(found, f"{path}.{name}")
 
 

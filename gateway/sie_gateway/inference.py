@@ -480,7 +480,7 @@ def _unusable(item: Item, request: Understood) -> Failed | None:
         message = f"{entry.id} takes {', '.join(taken)}, not {foreign[0]}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.is_empty:
-        message = f"text: expected str, got {describe(None)}{item.instead}"
+        message = f"text: expected a string, got {describe(None)}{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
     return None
 

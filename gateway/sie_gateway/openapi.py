@@ -561,7 +561,9 @@ _ERROR_SCHEMA = {
     ),
     "description": "What the client family of the route reads: `error` is a map of everything, a message at routes of Text Embeddings "
     "Inference; `detail` is a map, a text where a body has `truncation`, as Voyage's client sends it. docs/errors.md has a table.",
-    "example": envelope(InvalidInput("items[0].text: expected str or null, got 5", reason="schema", param="items[0].text"), "01994..."),
+    "example": envelope(
+        InvalidInput("items[0].text: expected a string or null, got 5", reason="schema", param="items[0].text"), "01994..."
+    ),
 }  # fmt: skip
 _DETAIL_SCHEMA = _map(
     ("code", "message", "type", "param", "retryable", "request_id"),

@@ -124,7 +124,7 @@ def metrics_url(cluster: Cluster, role: str) -> str:
 
 def test_the_start_message_says_where_to_look_and_how_a_token_is_sent(cluster: Cluster) -> None:
     assert cluster.said(f"live status: {cluster.url}/)")
-    assert cluster.said("-H 'Authorization: Bearer TOKEN' -d '{")
+    assert cluster.said(f"try     curl {cluster.url}/v1/models -H 'Authorization: Bearer TOKEN'"), "it serves no model of the README"
     assert not cluster.said("sie keys create"), "there are keys in mode token alone"
 
 

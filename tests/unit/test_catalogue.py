@@ -698,7 +698,7 @@ def test_warnings_are_few_and_short() -> None:
 
 
 @pytest.mark.parametrize(("value", "text"), [
-    (None, "null"), (True, "True"), (3, "3"), (1.5, "1.5"), ("secret", "str"), (b"secret", "bytes"), ({"secret": 1}, "a map"),
+    (None, "null"), (True, "True"), (3, "3"), (1.5, "1.5"), ("secret", "a string"), (b"secret", "bytes"), ({"secret": 1}, "a map"),
     (["secret"], "a list"),
 ])  # fmt: skip
 def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None:

@@ -343,7 +343,7 @@ def test_what_can_never_be_sent_is_not_tried_again() -> None:
         steps.send(TransportFailed(ValueError("no scheme"), is_permanent=True))
     with pytest.raises(sie_sdk.RequestError):
         next(plan([object()]))  # type: ignore[list-item]
-    with sie_sdk.SIEClient("no-scheme") as client, pytest.raises(sie_sdk.SIEConnectionError, match="UnsupportedProtocol"):
+    with sie_sdk.SIEClient("http://:80") as client, pytest.raises(sie_sdk.SIEConnectionError, match="UnsupportedProtocol"):
         client.encode("m", "text")
 
 

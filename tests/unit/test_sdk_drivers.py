@@ -401,4 +401,4 @@ def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(frames: tuple[str, l
     with pytest.raises(sie_sdk.SIEConnectionError):
         using("http://127.0.0.1:1", lambda client: first(client, 1), wait_for_capacity=False)
     with pytest.raises(sie_sdk.SIEConnectionError):
-        using("nowhere", lambda client: first(client, 1))
+        using("http://:80", lambda client: first(client, 1))

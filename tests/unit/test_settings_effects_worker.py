@@ -128,9 +128,10 @@ async def test_the_pool_has_so_many_connections_and_one_for_control(cluster: InP
 
 
 async def test_the_sidecar_speaks_on_its_socket_path_and_its_log_names_it_while_nobody_is_there(
-    cluster: InProcess, caplog: pytest.LogCaptureFixture
+    cluster: InProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_IPC_SOCKET_PATH. Whoever reaches the port of the probes is told of no path."""
+    monkeypatch.setattr("sie_contracts.runtime.process.QUIET_S", 0.0)
     caplog.set_level(logging.INFO, "sie")
     gateway = await cluster.gateway()
     path = str(cluster.folder / "elsewhere.sock")
@@ -139,7 +140,7 @@ async def test_the_sidecar_speaks_on_its_socket_path_and_its_log_names_it_while_
     assert not beat.ready
     answer = await sidecar.get("/readyz")
     assert (answer.status_code, answer.text) == (503, "not ready: no adapter is connected")
-    assert path in caplog.text
+    await until(lambda: path in caplog.text, "a line that names the path")
     adapter = await cluster.adapter("elsewhere.sock")
     assert (await gateway.encode("x")).status_code == 200
     assert adapter.batches

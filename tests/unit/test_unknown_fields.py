@@ -65,7 +65,7 @@ async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: Gate
     assert error["message"] == "query: expected a map or a string, got null; unknown field `qurey`; did you mean `query`?"
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{"id": "1", "txet": "secret"}]})
     assert (error["reason"], error["param"]) == ("empty_item", "items[0].text")
-    assert error["message"].endswith("text: expected str, got null; unknown field `txet`; did you mean `text`?")
+    assert error["message"].endswith("text: expected a string, got null; unknown field `txet`; did you mean `text`?")
 
 
 @pytest.mark.parametrize(("body", "path", "meant"), [
