@@ -119,13 +119,16 @@ class NatsBroker:
         servers, credentials = split(url, password)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
+        reason: Exception | None = None
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await self._attempt(servers, credentials)
                 break
             except (TimeoutError, NatsError, OSError) as error:
-                reason = self._client.last_error or error
+                told = self._client.last_error
+                if reason is None or told or not isinstance(error, TimeoutError):
+                    reason = told or error  # an attempt that the deadline cuts short says less than the one before
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
                     where = ", ".join(servers)
